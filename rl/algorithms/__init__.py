@@ -1,0 +1,1 @@
+"""Advantages, policy losses, KL estimators and loss weights: pure functions of arrays."""

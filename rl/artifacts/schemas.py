@@ -1,0 +1,94 @@
+"""The columns of every table that crosses a stage's boundary, and the one way to name a sample."""
+
+import hashlib
+
+import pyarrow as pa
+
+from rl.artifacts.content import canonical_json
+
+# The reward table has one column more for each component of the reward.
+COMPONENT_PREFIX = "component:"
+OPEN_KINDS = {"rewards": (COMPONENT_PREFIX, pa.float64())}
+
+
+def _schema(*columns: tuple[str, pa.DataType], nullable: tuple[str, ...] = ()) -> pa.Schema:
+    return pa.schema([pa.field(name, kind, name in nullable) for name, kind in columns])
+
+
+_ROLLOUT_COLUMNS = (
+    ("sample_id", pa.string()),
+    ("group_id", pa.string()),
+    ("prompt_id", pa.string()),
+    ("prompt", pa.string()),
+    ("prompt_tokens", pa.list_(pa.int32())),
+    ("completion", pa.string()),
+    ("completion_tokens", pa.list_(pa.int32())),
+    ("completion_mask", pa.list_(pa.bool_())),
+    ("rollout_logprobs", pa.list_(pa.float32())),
+    ("sampling_logprobs", pa.list_(pa.float32())),  # null unless the sampling truncates
+    ("policy_version", pa.int32()),
+    ("finish_reason", pa.string()),
+    ("ground_truth", pa.string()),
+    ("info", pa.string()),  # JSON
+)
+
+SCHEMAS: dict[str, pa.Schema] = {
+    "prompts": _schema(
+        ("prompt_id", pa.string()),
+        ("prompt", pa.string()),  # plain text, or
+        ("messages", pa.string()),  # a JSON list of {role, content}
+        ("ground_truth", pa.string()),
+        ("info", pa.string()),  # JSON
+        nullable=("prompt", "messages"),
+    ),
+    "rollouts": _schema(*_ROLLOUT_COLUMNS, nullable=("sampling_logprobs",)),
+    "rewards": _schema(
+        ("sample_id", pa.string()),
+        ("reward", pa.float64()),  # null where scoring failed: 0.0 is a reward
+        ("scored_ok", pa.bool_()),
+        ("failure", pa.string()),
+        nullable=("reward", "failure"),
+    ),
+    "reference": _schema(
+        ("sample_id", pa.string()), ("reference_logprobs", pa.list_(pa.float32()))
+    ),
+    "policy_logprobs": _schema(
+        ("sample_id", pa.string()), ("policy_logprobs", pa.list_(pa.float32()))
+    ),
+    "advantages": _schema(
+        ("sample_id", pa.string()),
+        ("group_id", pa.string()),
+        ("reward", pa.float64()),
+        ("advantage", pa.float32()),
+        ("is_degenerate", pa.bool_()),  # the sample's group has no spread
+        nullable=("reward",),
+    ),
+    "evaluation": _schema(
+        *_ROLLOUT_COLUMNS,
+        ("reward", pa.float64()),
+        ("is_correct", pa.bool_()),
+        ("scored_ok", pa.bool_()),
+        nullable=("sampling_logprobs", "reward"),
+    ),
+    "metrics": _schema(
+        ("run", pa.string()),
+        ("iteration", pa.int32()),
+        ("stage", pa.string()),
+        ("name", pa.string()),
+        ("value", pa.float64()),
+    ),
+}
+
+
+def group_id(run_seed: int, iteration: int, prompt_id: str) -> str:
+    """The stable name of a prompt's samples in one iteration: 96 bits of a hash, in hex."""
+    key = canonical_json([int(run_seed), int(iteration), prompt_id])
+    return hashlib.sha256(key.encode()).hexdigest()[:24]
+
+
+def sample_id(run_seed: int, iteration: int, prompt_id: str, sample_index: int) -> str:
+    """The stable name of one sample, `{group_id}-{sample_index}`.
+
+    A prompt that is drawn twice in one iteration has one group id: number its samples on.
+    """
+    return f"{group_id(run_seed, iteration, prompt_id)}-{sample_index}"

@@ -1,0 +1,247 @@
+"""From a config file to complete, checked runs.
+
+The schema in `workflow/schemas/config.schema.yaml` is the only place of defaults. `complete` fills
+them in and refuses what does not fit, each time with one sentence; `expand` turns a sweep into one
+config a run.
+"""
+
+import difflib
+import functools
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import yaml
+
+from rl.errors import MeshdialError
+from rl.mesh import check_dial
+
+SCHEMA = Path(__file__).parents[1] / "workflow" / "schemas" / "config.schema.yaml"
+SWEEP_KEYS = ("base", "grid", "runs")
+MISSING = object()
+
+
+@functools.cache
+def schema() -> dict:
+    """The schema of one run's config."""
+    return yaml.safe_load(SCHEMA.read_text())
+
+
+def complete(config: Mapping, name: str = "the config") -> dict:
+    """A copy of `config` with every default filled in, checked key by key and key against key."""
+    for error in sorted(jsonschema.Draft202012Validator(schema()).iter_errors(config), key=str):
+        raise MeshdialError(f"{name}: {_sentence(error)}")
+    filled = _fill(config, schema())
+    for sentence in _conflicts(filled):
+        raise MeshdialError(f"{name}: {sentence}")
+    return filled
+
+
+def expand(config: Mapping, folder: Path = Path(".")) -> dict[str, dict]:
+    """The complete configs of all runs that `config` asks for, by run name.
+
+    A config with a `sweep` block (`base`: a config file; `grid`: key to list of values, or `runs`:
+    list of key to value; keys are dotted) is one run for each combination, named after the values.
+    `folder` is what a relative `base` is relative to.
+    """
+    if "sweep" not in config:
+        filled = complete(config)
+        return {filled["run"]: filled}
+    runs = {}
+    for settings, run in _sweep(config, folder):
+        if run in runs:
+            raise MeshdialError(f"sweep: two runs are called {run!r}; give the settings other names")
+        merged = _with_settings(_without(config, "sweep"), settings) | {"run": run}
+        runs[run] = complete(merged, name=f"run {run}")
+    return runs
+
+
+def read(path: Path) -> dict:
+    """The mapping in a YAML file."""
+    try:
+        value = yaml.safe_load(path.read_text())
+    except FileNotFoundError:
+        raise MeshdialError(f"{path}: no such config file") from None
+    except yaml.YAMLError as error:
+        raise MeshdialError(f"{path}: not a YAML file ({' '.join(str(error).split())})") from None
+    if not isinstance(value, dict):
+        raise MeshdialError(f"{path}: expected a mapping of config keys, found {value!r:.40}")
+    return value
+
+
+def sweep_name(config: Mapping) -> str | None:
+    """The name of the sweep, or None for a single run."""
+    return config.get("run", "sweep") if "sweep" in config else None
+
+
+def _sweep(config: Mapping, folder: Path) -> Iterator[tuple[dict, str]]:
+    sweep = config["sweep"]
+    if not isinstance(sweep, Mapping) or set(sweep) - set(SWEEP_KEYS) or not set(sweep) & {"grid", "runs"}:
+        raise MeshdialError(f"sweep: expected the keys base and grid or runs, found {_keys(sweep)}")
+    base = read(folder / sweep["base"]) if "base" in sweep else {}
+    prefix = config.get("run", base.get("run", "sweep"))
+    for choice in _choices(sweep):
+        named = dict(choice)
+        label = named.pop("name", None) or "_".join(f"{_last(k)}-{_word(v)}" for k, v in named.items())
+        yield _with_settings(base, named), f"{prefix}_{label}"
+
+
+def _choices(sweep: Mapping) -> list[dict]:
+    grid = sweep.get("grid", {})
+    for key, values in grid.items():
+        if not isinstance(values, list) or not values:
+            raise MeshdialError(f"sweep: grid.{key} is {values!r}, expected a list of values")
+    points = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+    runs = sweep.get("runs", [{}])
+    if not isinstance(runs, list) or not all(isinstance(run, Mapping) for run in runs):
+        raise MeshdialError("sweep: runs is expected to be a list of mappings from key to value")
+    return [{**run, **point} for run in runs for point in points]
+
+
+def _with_settings(base: Mapping, settings: Mapping) -> dict:
+    """`base` with each dotted key of `settings` set; mappings are merged, the rest replaced."""
+    merged = {key: value for key, value in base.items()}
+    for dotted, value in settings.items():
+        key, _, rest = dotted.partition(".")
+        inner = merged.get(key)
+        if rest:
+            merged[key] = _with_settings(inner if isinstance(inner, Mapping) else {}, {rest: value})
+        elif isinstance(value, Mapping) and isinstance(inner, Mapping):
+            merged[key] = _with_settings(inner, value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def _without(config: Mapping, key: str) -> dict:
+    return {k: v for k, v in config.items() if k != key}
+
+
+def _last(dotted: str) -> str:
+    return dotted.rpartition(".")[2].replace("_", "-")
+
+
+def _word(value: Any) -> str:
+    text = format(value, "g") if isinstance(value, float) else str(value)
+    return re.sub(r"[^a-z0-9.-]+", "-", text.lower()).strip("-") or "none"
+
+
+def _fill(value: Any, rules: Mapping) -> Any:
+    """`value` with the defaults of `rules` at every depth."""
+    rules = _chosen(value, rules)
+    if isinstance(value, Mapping):
+        filled = dict(value)
+        for key, rule in rules.get("properties", {}).items():
+            given = filled.get(key, rule.get("default", MISSING))
+            if given is not MISSING:
+                filled[key] = _fill(given, rule)
+        extra = rules.get("additionalProperties")
+        if isinstance(extra, Mapping):
+            filled = {key: _fill(inner, extra) for key, inner in filled.items()}
+        return filled
+    if isinstance(value, list) and "items" in rules:
+        return [_fill(item, rules["items"]) for item in value]
+    return value
+
+
+def _chosen(value: Any, rules: Mapping) -> Mapping:
+    """The branch of a `oneOf` or `$ref` that applies to `value`."""
+    if "$ref" in rules:
+        return schema()["$defs"][rules["$ref"].rpartition("/")[2]]
+    if "oneOf" in rules and isinstance(value, Mapping):
+        return next((_chosen(value, rule) for rule in rules["oneOf"] if "$ref" in rule), rules)
+    return rules
+
+
+def _sentence(error: jsonschema.ValidationError) -> str:
+    """What is wrong, in one sentence that names the key, what was found and what was expected."""
+    while error.context:
+        # A choice failed: the branch that got furthest is the one that was meant.
+        error = max(error.context, key=lambda inner: len(inner.absolute_path))
+    key = ".".join(str(part) for part in error.absolute_path)
+    found = f"{error.instance!r:.60}"
+    where = f"{key} is {found}" if key else "the top level"
+    match error.validator:
+        case "additionalProperties":
+            return _unknown_key(error, key)
+        case "required":
+            return f"the key {_dotted(key, _missing_key(error))} is missing"
+        case "type":
+            kinds = error.validator_value
+            return f"{where}, expected {_one_of(kinds if isinstance(kinds, list) else [kinds])}"
+        case "enum":
+            return f"{where}, expected {_one_of(error.validator_value)}"
+        case "const":
+            return f"{where}, expected {error.validator_value!r}"
+        case "minimum" | "exclusiveMinimum":
+            bound = "at least" if error.validator == "minimum" else "more than"
+            return f"{where}, expected {bound} {error.validator_value}"
+        case "maximum" | "exclusiveMaximum":
+            bound = "at most" if error.validator == "maximum" else "less than"
+            return f"{where}, expected {bound} {error.validator_value}"
+        case "pattern":
+            return f"{where}, expected lower-case letters, digits, '.', '_' and '-'"
+        case "not":
+            return f"{where}, which is a reserved name"
+        case _:
+            return f"{where}: {error.message}"
+
+
+def _unknown_key(error: jsonschema.ValidationError, parent: str) -> str:
+    known = sorted(error.schema.get("properties", {}))
+    unknown = next(key for key in error.instance if key not in known)
+    close = difflib.get_close_matches(str(unknown), known, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"expected {_one_of(known)}"
+    return f"unknown key {_dotted(parent, unknown)}; {hint}"
+
+
+def _missing_key(error: jsonschema.ValidationError) -> str:
+    return next(key for key in error.validator_value if key not in error.instance)
+
+
+def _dotted(parent: str, key: str) -> str:
+    return f"{parent}.{key}" if parent else str(key)
+
+
+def _one_of(values: list) -> str:
+    words = [str(value) for value in values]
+    return words[0] if len(words) == 1 else ", ".join(words[:-1]) + f" or {words[-1]}"
+
+
+def _keys(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, Mapping) else repr(value)
+
+
+def _conflicts(config: Mapping) -> Iterator[str]:
+    """Sentences about keys that do not fit each other."""
+    rollout, learner, model = config["rollout"], config["learner"], config["model"]
+    prompts, updates = rollout["prompts_per_iteration"], learner["updates_per_batch"]
+    if prompts % updates:
+        yield (
+            f"rollout.prompts_per_iteration is {prompts} (a batch of {prompts} x "
+            f"{rollout['group_size']} completions), which learner.updates_per_batch = {updates} "
+            "does not divide; each update takes whole groups"
+        )
+    is_truncating = rollout["top_k"] > 0 or rollout["top_p"] < 1 or rollout["min_p"] > 0
+    if is_truncating and not rollout["train_on_truncated"]:
+        yield (
+            "rollout.top_k, top_p or min_p truncates the sampling distribution, so that training "
+            "would be off-policy; set rollout.train_on_truncated: true to do it all the same"
+        )
+    if (model["source"] == "scratch") != (model["architecture"] is not None):
+        yield f"model.source is {model['source']!r}, which and model.architecture go together with 'scratch'"
+    optimizer = config["optimizer"]
+    if optimizer["schedule"] != "constant" and optimizer["horizon"] is None:
+        yield f"optimizer.schedule is {optimizer['schedule']}, which needs optimizer.horizon"
+    if optimizer["horizon"] is not None and optimizer["horizon"] <= optimizer["warmup"]:
+        yield (
+            f"optimizer.horizon is {optimizer['horizon']}, expected more than "
+            f"optimizer.warmup = {optimizer['warmup']}"
+        )
+    task = config["task"]
+    if (task["name"] == "table") != (task["train_file"] is not None):
+        yield f"task.name is {task['name']}, but task.train_file is {task['train_file']!r}: a table task reads a file"
+    yield from check_dial(config["cluster"])

@@ -1,0 +1,30 @@
+"""The learner turns one batch of scored rollouts into the next policy version.
+
+1. `pack` lays the rollouts out by groups, padded to few shapes.
+2. `update` divides the batch into updates, each with token weights over all of its tokens.
+3. Each update adds up the gradients of its micro-batches, all of one shape, in place.
+4. The optimizer clips the sum and applies it to the trainable parameters, which it overwrites.
+
+`supervised_update` does the same with the likelihood of given completions, and `score_batch`
+runs the forward pass alone, for the log-probabilities of a reference or a proximal policy.
+"""
+
+from rl.learner.batch import UpdateBatch, pack, pack_supervised, unpack
+from rl.learner.loss import LossConfig
+from rl.learner.optimizer import OptimizerConfig, init_optimizer, learning_rate_at, make_optimizer
+from rl.learner.update import score_batch, supervised_update, update
+
+__all__ = [
+    "LossConfig",
+    "OptimizerConfig",
+    "UpdateBatch",
+    "init_optimizer",
+    "learning_rate_at",
+    "make_optimizer",
+    "pack",
+    "pack_supervised",
+    "score_batch",
+    "supervised_update",
+    "unpack",
+    "update",
+]

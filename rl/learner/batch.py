@@ -1,0 +1,255 @@
+"""A batch of rollouts laid out by groups, and its division into micro-batches of one shape."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+import numpy as np
+
+from rl.errors import MeshdialError
+from rl.learner.loss import MicroBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateBatch:
+    """P groups of G rollouts, numpy, right-padded. A row of length 0 is no rollout at all.
+
+    `completion_mask_PGT` keeps the tokens that are trained on: what the others hold, NaN included,
+    does not matter. `proximal_logprobs_PGT` is None where the current policy is the proximal one,
+    `reference_logprobs_PGT` where there is no KL term.
+    """
+
+    prompt_tokens_PT: np.ndarray
+    prompt_lengths_P: np.ndarray
+    completion_tokens_PGT: np.ndarray
+    completion_lengths_PG: np.ndarray
+    completion_mask_PGT: np.ndarray
+    advantages_PG: np.ndarray
+    rollout_logprobs_PGT: np.ndarray
+    proximal_logprobs_PGT: np.ndarray | None
+    reference_logprobs_PGT: np.ndarray | None
+    temperature: float
+
+    @property
+    def group_shape(self) -> tuple[int, int]:
+        return self.completion_lengths_PG.shape
+
+    def trained_mask(self) -> np.ndarray:
+        """The completion mask without padding, boolean [P, G, T]."""
+        positions_T = np.arange(self.completion_tokens_PGT.shape[2])
+        is_token_PGT = positions_T[None, None, :] < self.completion_lengths_PG[:, :, None]
+        return is_token_PGT & self.completion_mask_PGT.astype(bool)
+
+    def groups(self, start: int, stop: int) -> "UpdateBatch":
+        """The groups `start` to `stop` - 1, as a batch of their own."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        cut = {k: v[start:stop] for k, v in values.items() if isinstance(v, np.ndarray)}
+        return UpdateBatch(**{**values, **cut})
+
+
+def bucket_length(length: int) -> int:
+    """The padded length: a multiple of 8, and of an eighth of the next power of two.
+
+    Padding adds less than a quarter beyond 64, and an octave of lengths has only four shapes.
+    """
+    eighth = 2 ** max((length - 1).bit_length() - 3, 0) if length > 0 else 1
+    multiple = max(8, eighth)
+    return max(-(-length // multiple) * multiple, multiple)
+
+
+def pack(
+    *,
+    group_ids: Sequence,
+    prompt_tokens: Sequence[Sequence[int]],
+    completion_tokens: Sequence[Sequence[int]],
+    completion_mask: Sequence[Sequence[bool]] | None = None,
+    advantages: Sequence[float] | None = None,
+    rollout_logprobs: Sequence[Sequence[float]] | None = None,
+    proximal_logprobs: Sequence[Sequence[float]] | None = None,
+    reference_logprobs: Sequence[Sequence[float]] | None = None,
+    temperature: float,
+) -> UpdateBatch:
+    """Lay N rollouts, one entry each in every argument, out by groups.
+
+    Groups stand in the order of their first rollout, and rollouts keep their order within a group;
+    `unpack` undoes it. A group smaller than the largest is filled with rows of length 0. Left out,
+    the mask keeps every token, and advantages and rollout log-probabilities are 0: enough for
+    `score_batch`.
+    Raises MeshdialError where a rollout is empty, its lists differ in length, or a group has more
+    than one prompt.
+    """
+    group_PG = _slots(group_ids)
+    lengths = [len(tokens) for tokens in completion_tokens]
+    _refuse_empty(prompt_tokens, lengths)
+    _refuse_mixed(prompt_tokens, group_ids, group_PG)
+    T = bucket_length(max(lengths))
+
+    def by_group(name, lists, dtype):
+        _refuse_other_lengths(name, lists, lengths)
+        return _regroup(_padded(lists, T, dtype), group_PG)
+
+    def optional(name, lists):
+        return None if lists is None else by_group(name, lists, np.float32)
+
+    every = [np.ones(n, bool) for n in lengths] if completion_mask is None else completion_mask
+    zero = [np.zeros(n, np.float32) for n in lengths]
+    prompts = [prompt_tokens[row] for row in group_PG[:, 0]]
+    return UpdateBatch(
+        prompt_tokens_PT=_padded(prompts, bucket_length(max(map(len, prompts))), np.int32),
+        prompt_lengths_P=np.array([len(prompt) for prompt in prompts], np.int32),
+        completion_tokens_PGT=by_group("completion_tokens", completion_tokens, np.int32),
+        completion_lengths_PG=_regroup(np.array(lengths, np.int32), group_PG),
+        completion_mask_PGT=by_group("completion_mask", every, bool),
+        advantages_PG=_regroup(
+            np.asarray([0.0] * len(lengths) if advantages is None else advantages, np.float32),
+            group_PG,
+        ),
+        rollout_logprobs_PGT=by_group(
+            "rollout_logprobs", zero if rollout_logprobs is None else rollout_logprobs, np.float32
+        ),
+        proximal_logprobs_PGT=optional("proximal_logprobs", proximal_logprobs),
+        reference_logprobs_PGT=optional("reference_logprobs", reference_logprobs),
+        temperature=temperature,
+    )
+
+
+def pack_supervised(
+    prompt_tokens: Sequence[Sequence[int]], completion_tokens: Sequence[Sequence[int]]
+) -> UpdateBatch:
+    """Given completions, one a prompt, as a batch of groups of one."""
+    return pack(
+        group_ids=range(len(prompt_tokens)),
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+        temperature=1.0,
+    )
+
+
+def unpack(values_PGT: np.ndarray, batch: UpdateBatch, group_ids: Sequence) -> list[np.ndarray]:
+    """The per-token values of each rollout, in the order of the `group_ids` given to `pack`."""
+    row_PG = _slots(group_ids)
+    is_rollout_PG = row_PG >= 0
+    values = zip(values_PGT[is_rollout_PG], batch.completion_lengths_PG[is_rollout_PG], strict=True)
+    by_row = dict(zip(row_PG[is_rollout_PG], (row[:length] for row, length in values), strict=True))
+    return [by_row[row] for row in range(len(by_row))]
+
+
+def _slots(group_ids: Sequence) -> np.ndarray:
+    """row_PG: which rollout stands in each slot; -1 where a group has no more."""
+    members: dict = {}
+    for row, group in enumerate(group_ids):
+        members.setdefault(group, []).append(row)
+    if not members:
+        raise MeshdialError("the batch holds no rollouts")
+    row_PG = np.full((len(members), max(map(len, members.values()))), -1)
+    for slots, rows in zip(row_PG, members.values(), strict=True):
+        slots[: len(rows)] = rows
+    return row_PG
+
+
+def _regroup(values_B: np.ndarray, row_PG: np.ndarray) -> np.ndarray:
+    padded = np.concatenate([values_B, np.zeros_like(values_B[:1])])  # row -1: an empty slot
+    return padded[row_PG]
+
+
+def _padded(lists, length: int, dtype) -> np.ndarray:
+    rows = np.zeros((len(lists), length), dtype)
+    for row, values in zip(rows, lists, strict=True):
+        row[: len(values)] = values
+    return rows
+
+
+def _refuse_empty(prompt_tokens, lengths) -> None:
+    for row, (prompt, length) in enumerate(zip(prompt_tokens, lengths, strict=True)):
+        if len(prompt) == 0 or length == 0:
+            part = "prompt" if len(prompt) == 0 else "completion"
+            raise MeshdialError(f"the {part} of rollout {row} has no tokens, expected at least one")
+
+
+def _refuse_mixed(prompt_tokens, group_ids, row_PG) -> None:
+    for rows in row_PG:
+        for row in rows[rows >= 0]:
+            if not np.array_equal(prompt_tokens[row], prompt_tokens[rows[0]]):
+                raise MeshdialError(
+                    f"group {group_ids[row]} has more than one prompt: those of its rollouts "
+                    f"{rows[0]} and {row} differ"
+                )
+
+
+def _refuse_other_lengths(name, lists, lengths) -> None:
+    for row, (values, length) in enumerate(zip(lists, lengths, strict=True)):
+        if len(values) != length:
+            raise MeshdialError(
+                f"{name} of rollout {row} has {len(values)} entries, and its completion "
+                f"{length} tokens"
+            )
+
+
+class Part(NamedTuple):
+    """The slots of one micro-batch: prompt p's members, and which of them are no repetition."""
+
+    prompt_P: np.ndarray
+    member_PG: np.ndarray
+    is_real_PG: np.ndarray
+
+
+def divide(is_needed_PG: np.ndarray, micro_batch_size: int) -> list[Part]:
+    """Micro-batches of at most `micro_batch_size` rollouts, all of one shape [p, g].
+
+    The shape follows from the batch's, never from what is needed. Whole groups go together where
+    the size allows; else a group is cut into equal parts, its prompt in each of them. A group, or
+    part of one, in which no rollout is needed is left out. What the last micro-batch lacks is
+    filled with rows that are not real.
+    """
+    P, G = is_needed_PG.shape
+    num_cuts = -(-G // micro_batch_size)
+    members = -(-G // num_cuts)
+    prompts = -(-P // -(-P // min(P, max(micro_batch_size // G, 1))))
+    member_CG = np.arange(num_cuts * members).reshape(num_cuts, members)
+    is_member_CG = member_CG < G
+    member_CG = np.where(is_member_CG, member_CG, 0)
+    wanted = [
+        (prompt, cut)
+        for prompt in range(P)
+        for cut in range(num_cuts)
+        if np.any(is_needed_PG[prompt, member_CG[cut]] & is_member_CG[cut])
+    ]
+    parts = []
+    for start in range(0, len(wanted), prompts):
+        chosen = wanted[start : start + prompts]
+        is_chosen_P = np.arange(prompts) < len(chosen)
+        chosen += chosen[:1] * (prompts - len(chosen))
+        prompt_P, cut_P = np.array(chosen).T
+        is_real_PG = is_member_CG[cut_P] & is_chosen_P[:, None]
+        parts.append(Part(prompt_P, member_CG[cut_P], is_real_PG))
+    return parts
+
+
+def micro_batches(
+    batch: UpdateBatch, weights_PGT: np.ndarray, parts: list[Part]
+) -> Iterator[MicroBatch]:
+    """The rows of each part, what is not trained on replaced by zeros."""
+    temperature = np.float32(batch.temperature)
+    is_token_PGT = (
+        np.arange(weights_PGT.shape[2])[None, None, :] < (batch.completion_lengths_PG[:, :, None])
+    )
+    tokens_PGT = np.where(is_token_PGT, batch.completion_tokens_PGT, 0)
+    for prompt_P, member_PG, is_real_PG in parts:
+        rows = (prompt_P[:, None], member_PG)
+        weights = np.where(is_real_PG[:, :, None], weights_PGT[rows], np.float32(0))
+
+        def trained(values_PGT, rows=rows, is_trained=weights > 0):
+            return None if values_PGT is None else np.where(is_trained, values_PGT[rows], 0.0)
+
+        yield MicroBatch(
+            prompt_tokens_PT=batch.prompt_tokens_PT[prompt_P],
+            prompt_lengths_P=batch.prompt_lengths_P[prompt_P],
+            completion_tokens_PGT=tokens_PGT[rows],
+            completion_lengths_PG=batch.completion_lengths_PG[rows],
+            temperature=temperature,
+            weights_PGT=weights,
+            advantages_PG=np.where(np.any(weights > 0, axis=2), batch.advantages_PG[rows], 0.0),
+            rollout_logprobs_PGT=trained(batch.rollout_logprobs_PGT),
+            proximal_logprobs_PGT=trained(batch.proximal_logprobs_PGT),
+            reference_logprobs_PGT=trained(batch.reference_logprobs_PGT),
+        )

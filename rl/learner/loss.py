@@ -1,0 +1,124 @@
+"""The loss of a micro-batch: its differentiable value, and the sums that the figures need."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from rl.algorithms.aggregation import Aggregation
+from rl.algorithms.kl import Estimator, kl_estimate
+from rl.algorithms.policy_loss import clipped_ratio_loss, off_policy_weight, probability_ratio
+
+_STATIC = {"static": True}
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class LossConfig:
+    """policy loss + kl_coefficient * KL - entropy_coefficient * entropy, token by token.
+
+    The numbers are traced, so that another value runs the same compiled program; None switches a
+    term off and is another program.
+
+    clip_low, clip_high: how far below and above 1 the ratio may push.
+    kl_coefficient: weight of the KL to the reference; 0 still reports the KL of a batch that has
+        reference log-probabilities.
+    entropy_coefficient: weight of the entropy bonus; None or 0 for none.
+    off_policy_cap: bound on the weight proximal / behaviour that each token gets, for rollouts of
+        an older version; None for no such weight.
+    aggregation, max_tokens: see `token_weights`.
+    """
+
+    clip_low: float
+    clip_high: float
+    kl_coefficient: float
+    kl_estimator: Estimator = field(metadata=_STATIC)
+    entropy_coefficient: float | None
+    off_policy_cap: float | None
+    aggregation: Aggregation = field(metadata=_STATIC)
+    max_tokens: int | None = field(metadata=_STATIC)
+
+
+class MicroBatch(NamedTuple):
+    """Some rows of a batch, [P, G]: arrays for one run of the gradient program.
+
+    A token of weight 0 is not trained on; its log-probabilities here are 0, whatever the batch
+    held. No proximal log-probabilities means that the current policy is the proximal one; no
+    reference ones, that there is no KL.
+    """
+
+    prompt_tokens_PT: jax.Array
+    prompt_lengths_P: jax.Array
+    completion_tokens_PGT: jax.Array
+    completion_lengths_PG: jax.Array
+    temperature: jax.Array
+    weights_PGT: jax.Array
+    advantages_PG: jax.Array
+    rollout_logprobs_PGT: jax.Array
+    proximal_logprobs_PGT: jax.Array | None
+    reference_logprobs_PGT: jax.Array | None
+
+
+Sums = dict[str, jax.Array]
+"""Scalars over a micro-batch's trained tokens. `loss` and `policy_loss` are parts of the batch's,
+the rest are weighted sums beside the sum of `weight`; `drift` is summed over `num_tokens`, and
+`drift_max` is a maximum."""
+
+
+def reinforcement_loss(
+    config: LossConfig, rows: MicroBatch, logprobs_PGT: jax.Array, entropy_PGT: jax.Array
+) -> tuple[jax.Array, Sums]:
+    """This micro-batch's part of the loss, and its sums."""
+    weights, is_trained = rows.weights_PGT, rows.weights_PGT > 0
+    policy = jnp.where(is_trained, logprobs_PGT, 0.0)
+    entropy = jnp.where(is_trained, entropy_PGT, 0.0)
+    is_on_policy = rows.proximal_logprobs_PGT is None
+    proximal = jax.lax.stop_gradient(policy) if is_on_policy else rows.proximal_logprobs_PGT
+    ratio = jax.lax.stop_gradient(probability_ratio(policy, proximal))
+    advantages = jnp.broadcast_to(rows.advantages_PG[:, :, None], policy.shape)
+
+    policy_loss, is_clipped = clipped_ratio_loss(
+        policy, proximal, advantages, config.clip_low, config.clip_high
+    )
+    if config.off_policy_cap is not None:
+        weights = weights * off_policy_weight(
+            proximal, rows.rollout_logprobs_PGT, config.off_policy_cap
+        )
+    token_loss = policy_loss
+    values = {"ratio": ratio, "clipped": is_clipped, "entropy": entropy}
+    if rows.reference_logprobs_PGT is not None:
+        kl = kl_estimate(
+            policy,
+            rows.reference_logprobs_PGT,
+            config.kl_estimator,
+            None if is_on_policy else ratio,
+        )
+        token_loss = token_loss + config.kl_coefficient * kl
+        values["kl"] = kl
+    if config.entropy_coefficient is not None:
+        token_loss = token_loss - config.entropy_coefficient * entropy
+
+    loss = jnp.sum(weights * token_loss)
+    sums = {"loss": loss, "policy_loss": jnp.sum(weights * policy_loss)}
+    sums |= {name: jnp.sum(rows.weights_PGT * value) for name, value in values.items()}
+    sums |= _drift(policy, rows) | {"weight": jnp.sum(rows.weights_PGT)}
+    return loss, jax.lax.stop_gradient(sums)
+
+
+def supervised_loss(
+    config: None, rows: MicroBatch, logprobs_PGT: jax.Array, entropy_PGT: jax.Array
+) -> tuple[jax.Array, Sums]:
+    """This micro-batch's part of the negative log-likelihood, and its sums."""
+    is_trained = rows.weights_PGT > 0
+    loss = -jnp.sum(rows.weights_PGT * jnp.where(is_trained, logprobs_PGT, 0.0))
+    entropy = jnp.sum(rows.weights_PGT * jnp.where(is_trained, entropy_PGT, 0.0))
+    sums = {"loss": loss, "entropy": entropy, "weight": jnp.sum(rows.weights_PGT)}
+    return loss, jax.lax.stop_gradient(sums)
+
+
+def _drift(policy: jax.Array, rows: MicroBatch) -> Sums:
+    """How far the sampler's log-probabilities are from the trainer's."""
+    is_trained = rows.weights_PGT > 0
+    drift = jnp.where(is_trained, jnp.abs(policy - rows.rollout_logprobs_PGT), 0.0)
+    return {"drift": drift.sum(), "drift_max": drift.max(), "num_tokens": is_trained.sum()}

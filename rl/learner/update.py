@@ -1,0 +1,275 @@
+"""Updates of the policy: gradients summed over micro-batches in place, then one optimizer step."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rl.algorithms.aggregation import token_weights
+from rl.errors import MeshdialError
+from rl.learner.batch import UpdateBatch, divide, micro_batches
+from rl.learner.figures import added, batch_figures, count_tokens, describe_batch, ratio
+from rl.learner.loss import LossConfig, MicroBatch, Sums, reinforcement_loss, supervised_loss
+from rl.learner.optimizer import OptimizerConfig, apply_gradient
+from rl.models.spec import ModelSpec, Parameters
+from rl.models.transformer import completion_logprobs
+
+Progress = Callable[[str], None]
+Updated = tuple[Parameters, Any, dict[str, float]]
+
+
+def update(
+    spec: ModelSpec,
+    trainable: Parameters,
+    frozen: Parameters,
+    optimizer_state: Any,
+    batch: UpdateBatch,
+    loss_config: LossConfig,
+    optimizer: OptimizerConfig,
+    micro_batch_size: int,
+    updates_per_batch: int,
+    progress: Progress = lambda line: None,
+) -> Updated:
+    """(trainable, optimizer state, figures) after `updates_per_batch` updates on one batch.
+
+    Takes ownership of `trainable` and `optimizer_state`: their arrays are overwritten. The batch
+    is divided by whole groups in order. `micro_batch_size` is in rollouts and bounds memory only:
+    neither gradient nor figures depend on it. Groups whose advantages are all 0 are not run where
+    no KL or entropy term needs them; they count in every denominator of the loss all the same.
+
+    Figures are floats over the whole batch. loss and policy_loss are means over its updates; kl
+    (where there is a reference), entropy, clip_fraction and ratio_mean are averages over the tokens
+    that were run, with the loss's weights; logprob_drift_mean and _max, |rollout - trainer| before
+    the first update, are over its tokens; gradient_norm, before clipping, is the updates' mean;
+    learning_rate is the last one.
+    Raises MeshdialError for a batch that does not fit the config, and where loss or gradient is
+    not finite.
+    """
+    _refuse_unfit(batch, loss_config, updates_per_batch)
+    # Zero and no bonus are the same, and only the latter saves the gradient of the entropy.
+    loss_config = replace(loss_config, entropy_coefficient=loss_config.entropy_coefficient or None)
+    size = batch.group_shape[0] // updates_per_batch
+    reports = []
+    for number in range(updates_per_batch):
+        part = batch.groups(number * size, (number + 1) * size)
+        objective = reinforcement_objective(part, loss_config)
+        prefixed = _prefixed(progress, f"update {number + 1} of {updates_per_batch}")
+        gradient, sums = sum_gradients(
+            spec, trainable, frozen, part, objective, micro_batch_size, prefixed
+        )
+        trainable, optimizer_state, applied = _apply(
+            optimizer, trainable, optimizer_state, gradient
+        )
+        reports.append(sums | applied)
+    return trainable, optimizer_state, batch_figures(reports) | describe_batch(batch)
+
+
+def supervised_update(
+    spec: ModelSpec,
+    trainable: Parameters,
+    frozen: Parameters,
+    optimizer_state: Any,
+    batch: UpdateBatch,
+    optimizer: OptimizerConfig,
+    micro_batch_size: int,
+    progress: Progress = lambda line: None,
+) -> Updated:
+    """One update towards given completions: their negative log-likelihood, averaged over tokens.
+
+    The batch is one of `pack_supervised`. As `update` it overwrites `trainable` and
+    `optimizer_state`. Figures: loss, entropy, gradient_norm, learning_rate, num_tokens,
+    completion_length_mean.
+    """
+    objective = supervised_objective(batch)
+    prefixed = _prefixed(progress, "supervised update")
+    gradient, sums = sum_gradients(
+        spec, trainable, frozen, batch, objective, micro_batch_size, prefixed
+    )
+    trainable, optimizer_state, figures = _apply(optimizer, trainable, optimizer_state, gradient)
+    figures |= {"loss": sums["loss"], "entropy": ratio(sums["entropy"], sums["weight"])}
+    return trainable, optimizer_state, figures | count_tokens(batch)
+
+
+def score_batch(
+    spec: ModelSpec,
+    trainable: Parameters,
+    frozen: Parameters,
+    batch: UpdateBatch,
+    micro_batch_size: int,
+    progress: Progress = lambda line: None,
+) -> np.ndarray:
+    """The log-probability of every completion token, float32 [P, G, T], 0 on padding.
+
+    For the log-probabilities of a reference or a proximal policy; `unpack` undoes the layout.
+    """
+    T = batch.completion_tokens_PGT.shape[2]
+    is_token_PGT = np.arange(T)[None, None, :] < batch.completion_lengths_PG[:, :, None]
+    parts = divide(is_token_PGT.any(axis=2), micro_batch_size)
+    scores_PGT = np.zeros(is_token_PGT.shape, np.float32)
+    rows_of_parts = micro_batches(batch, is_token_PGT.astype(np.float32), parts)
+    for number, (part, rows) in enumerate(zip(parts, rows_of_parts, strict=True), start=1):
+        scores = np.asarray(_scores(spec, trainable, frozen, rows))
+        prompt_PG = np.broadcast_to(part.prompt_P[:, None], part.member_PG.shape)
+        real = part.is_real_PG
+        scores_PGT[prompt_PG[real], part.member_PG[real]] = scores[real]
+        progress(f"scoring: micro-batch {number} of {len(parts)}")
+    return scores_PGT
+
+
+# One update
+
+
+class Objective(NamedTuple):
+    """What one update minimises: sum(weights * the loss of each token)."""
+
+    loss_function: Callable
+    config: LossConfig | None
+    weights_PGT: np.ndarray
+    is_needed_PG: np.ndarray
+
+
+def reinforcement_objective(batch: UpdateBatch, config: LossConfig) -> Objective:
+    weights_PGT = token_weights(batch.trained_mask(), config.aggregation, config.max_tokens)
+    return Objective(reinforcement_loss, config, weights_PGT, _needed(batch, config))
+
+
+def supervised_objective(batch: UpdateBatch) -> Objective:
+    mask_PGT = batch.trained_mask()
+    weights_PGT = token_weights(mask_PGT, "token-mean")
+    return Objective(supervised_loss, None, weights_PGT, mask_PGT.any(axis=2))
+
+
+def sum_gradients(
+    spec: ModelSpec,
+    trainable: Parameters,
+    frozen: Parameters,
+    batch: UpdateBatch,
+    objective: Objective,
+    micro_batch_size: int,
+    progress: Progress,
+) -> tuple[Parameters, dict[str, float]]:
+    """(gradient, sums) over all micro-batches of what is needed of the batch."""
+    parts = divide(objective.is_needed_PG, micro_batch_size)
+    config = _as_floats(objective.config)
+    gradient, totals = _zeros(trainable), {}
+    for number, rows in enumerate(micro_batches(batch, objective.weights_PGT, parts), start=1):
+        gradient, sums = add_gradient(
+            spec, objective.loss_function, config, trainable, frozen, gradient, rows
+        )
+        sums = _as_floats(jax.device_get(sums))
+        _refuse_non_finite("loss", sums["loss"], f"micro-batch {number} of {len(parts)}")
+        totals = added(totals, sums)
+        progress(f"micro-batch {number} of {len(parts)}")
+    return gradient, totals
+
+
+def _apply(
+    optimizer: OptimizerConfig, trainable: Parameters, optimizer_state: Any, gradient: Parameters
+) -> Updated:
+    trainable, optimizer_state, figures = apply_gradient(
+        _as_floats(optimizer), trainable, optimizer_state, gradient
+    )
+    figures = _as_floats(jax.device_get(figures))
+    _refuse_non_finite("norm of the gradient", figures["gradient_norm"], "this update")
+    return trainable, optimizer_state, figures
+
+
+def _as_floats(tree):
+    """Every number as a Python float: a whole number in a config runs the same program too."""
+    return jax.tree.map(float, tree)
+
+
+@partial(jax.jit, static_argnames=("spec", "loss_function"), donate_argnames=("total",))
+def add_gradient(
+    spec: ModelSpec,
+    loss_function: Callable,
+    config: LossConfig | None,
+    trainable: Parameters,
+    frozen: Parameters,
+    total: Parameters,
+    rows: MicroBatch,
+) -> tuple[Parameters, Sums]:
+    """(total + this micro-batch's gradient of the trainable parameters, its sums)."""
+
+    def loss(trainable):
+        return loss_function(config, rows, *_forward(spec, trainable, frozen, rows))
+
+    gradient, sums = jax.grad(loss, has_aux=True)(trainable)
+    return jax.tree.map(lambda total, part: total + part.astype(total.dtype), total, gradient), sums
+
+
+@partial(jax.jit, static_argnames=("spec",))
+def _scores(spec: ModelSpec, trainable: Parameters, frozen: Parameters, rows: MicroBatch):
+    return _forward(spec, trainable, frozen, rows)[0]
+
+
+def _forward(spec, trainable, frozen, rows: MicroBatch) -> tuple[jax.Array, jax.Array]:
+    return completion_logprobs(
+        *(spec, trainable, frozen, rows.prompt_tokens_PT, rows.prompt_lengths_P),
+        *(rows.completion_tokens_PGT, rows.completion_lengths_PG, rows.temperature),
+    )
+
+
+def _zeros(trainable: Parameters) -> Parameters:
+    """Where the gradient adds up: float32 whatever the parameters are, and laid out like them."""
+    return {k: jnp.zeros(v.shape, jnp.float32, device=v.sharding) for k, v in trainable.items()}
+
+
+def _needed(batch: UpdateBatch, config: LossConfig) -> np.ndarray:
+    """Which rollouts can contribute to the gradient, boolean [P, G]."""
+    has_tokens_PG = batch.trained_mask().any(axis=2)
+    has_kl = batch.reference_logprobs_PGT is not None and config.kl_coefficient != 0
+    if has_kl or config.entropy_coefficient is not None:
+        return has_tokens_PG
+    is_needed_PG = has_tokens_PG & (batch.advantages_PG != 0)
+    if not is_needed_PG.any():  # one group all the same, so that drift and entropy are measured
+        is_needed_PG[np.argmax(has_tokens_PG.any(axis=1))] = True
+    return is_needed_PG
+
+
+def _prefixed(progress: Progress, prefix: str) -> Progress:
+    return lambda line: progress(f"{prefix}: {line}")
+
+
+# What is refused
+
+
+def _refuse_unfit(batch: UpdateBatch, config: LossConfig, updates_per_batch: int) -> None:
+    num_groups = batch.group_shape[0]
+    if num_groups % updates_per_batch:
+        raise MeshdialError(
+            f"updates_per_batch is {updates_per_batch}, which does not divide the batch's "
+            f"{num_groups} groups"
+        )
+    if updates_per_batch > 1 and batch.proximal_logprobs_PGT is None:
+        raise MeshdialError(
+            f"updates_per_batch is {updates_per_batch}, and the batch has no proximal "
+            f"log-probabilities, which more than one update needs"
+        )
+    if config.kl_coefficient and batch.reference_logprobs_PGT is None:
+        raise MeshdialError(
+            f"kl_coefficient is {config.kl_coefficient}, and the batch has no reference "
+            f"log-probabilities"
+        )
+    mask_PGT = batch.trained_mask()
+    for name, values in _trained_values(batch, mask_PGT):
+        if not np.all(np.isfinite(values)):
+            raise MeshdialError(f"{name} of the batch are not finite on tokens that are trained on")
+
+
+def _trained_values(batch: UpdateBatch, mask_PGT: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    yield "the advantages", batch.advantages_PG[mask_PGT.any(axis=2)]
+    for producer in ("rollout", "proximal", "reference"):
+        values_PGT = getattr(batch, f"{producer}_logprobs_PGT")
+        if values_PGT is not None:
+            yield f"the {producer} log-probabilities", values_PGT[mask_PGT]
+
+
+def _refuse_non_finite(what: str, value: float, where: str) -> None:
+    if not math.isfinite(value):
+        raise MeshdialError(f"the {what} is {value} in {where}: training has diverged")

@@ -1,0 +1,160 @@
+"""The network: a Llama-family decoder as Flax NNX modules over packed tokens.
+
+Every layer sees a flat list of tokens, N of them, whatever they are (prompt tokens, completion
+tokens, one token a row); only attention knows how they belong together, and that is a function
+which the caller passes in. Attribute names are those of Hugging Face's checkpoints.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from rl.models.spec import LoraConfig, ModelConfig, ModelSpec
+
+Rope = tuple[jax.Array, jax.Array]
+Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
+"""(query_NHC, key_NKC, value_NKC, cache of this layer) -> (output_NHC, cache of this layer)."""
+
+
+class Linear(nnx.Module):
+    """x @ kernel (+ bias) (+ (x @ lora_a) @ lora_b * alpha / rank)."""
+
+    def __init__(self, num_in: int, num_out: int, bias: bool, lora: LoraConfig | None, dtype: str):
+        self.kernel = nnx.Param(jnp.zeros((num_in, num_out), dtype))
+        self.bias = nnx.Param(jnp.zeros(num_out, dtype)) if bias else None
+        self.lora_scale = lora.scale if lora else 0.0
+        self.lora_a = nnx.Param(jnp.zeros((num_in, lora.rank), dtype)) if lora else None
+        self.lora_b = nnx.Param(jnp.zeros((lora.rank, num_out), dtype)) if lora else None
+
+    def __call__(self, x_ND: jax.Array) -> jax.Array:
+        y_ND = x_ND @ self.kernel[...]
+        if self.lora_a is not None:
+            y_ND += (x_ND @ self.lora_a[...]) * self.lora_scale @ self.lora_b[...]
+        return y_ND if self.bias is None else y_ND + self.bias[...][None, :]
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square layer norm (Zhang & Sennrich 2019), in float32."""
+
+    def __init__(self, size: int, epsilon: float, dtype: str):
+        self.scale = nnx.Param(jnp.ones(size, dtype))
+        self.epsilon = epsilon
+
+    def __call__(self, x_ND: jax.Array) -> jax.Array:
+        x = x_ND.astype(jnp.float32)
+        variance_N1 = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+        x *= jax.lax.rsqrt(variance_N1 + self.epsilon)
+        return x.astype(x_ND.dtype) * self.scale[...][None, :]
+
+
+class Embedding(nnx.Module):
+    def __init__(self, num_rows: int, size: int, dtype: str):
+        self.embedding = nnx.Param(jnp.zeros((num_rows, size), dtype))
+
+    def __call__(self, tokens_N: jax.Array) -> jax.Array:
+        return self.embedding[...][tokens_N]
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention with rotary positions; who attends to whom is the caller's."""
+
+    def __init__(self, spec: ModelSpec):
+        config = spec.config
+        self.head_dim = config.head_dim
+        num_query = config.num_attention_heads * config.head_dim
+        num_kv = config.num_key_value_heads * config.head_dim
+        bias = config.attention_bias
+        self.q_proj = _projection(spec, "q_proj", config.hidden_size, num_query, bias)
+        self.k_proj = _projection(spec, "k_proj", config.hidden_size, num_kv, bias)
+        self.v_proj = _projection(spec, "v_proj", config.hidden_size, num_kv, bias)
+        self.o_proj = _projection(spec, "o_proj", num_query, config.hidden_size, bias)
+
+    def __call__(self, x_ND: jax.Array, rope: Rope, attend: Attend, cache: Any):
+        num_tokens = x_ND.shape[0]
+        heads = (num_tokens, -1, self.head_dim)
+        query_NHC = rotate(self.q_proj(x_ND).reshape(heads), rope)
+        key_NKC = rotate(self.k_proj(x_ND).reshape(heads), rope)
+        value_NKC = self.v_proj(x_ND).reshape(heads)
+        output_NHC, cache = attend(query_NHC, key_NKC, value_NKC, cache)
+        return self.o_proj(output_NHC.reshape(num_tokens, -1)), cache
+
+
+class MLP(nnx.Module):
+    """SwiGLU feed-forward (Shazeer 2020)."""
+
+    def __init__(self, spec: ModelSpec):
+        config = spec.config
+        sizes = (config.hidden_size, config.intermediate_size, config.mlp_bias)
+        self.gate_proj = _projection(spec, "gate_proj", *sizes)
+        self.up_proj = _projection(spec, "up_proj", *sizes)
+        self.down_proj = _projection(spec, "down_proj", sizes[1], sizes[0], sizes[2])
+
+    def __call__(self, x_ND: jax.Array) -> jax.Array:
+        return self.down_proj(jax.nn.silu(self.gate_proj(x_ND)) * self.up_proj(x_ND))
+
+
+class Block(nnx.Module):
+    def __init__(self, spec: ModelSpec):
+        config = spec.config
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, spec.dtype)
+        self.self_attn = Attention(spec)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, spec.dtype)
+        self.mlp = MLP(spec)
+
+    def __call__(self, x_ND: jax.Array, rope: Rope, attend: Attend, cache: Any):
+        attended_ND, cache = self.self_attn(self.input_layernorm(x_ND), rope, attend, cache)
+        x_ND = x_ND + attended_ND
+        return x_ND + self.mlp(self.post_attention_layernorm(x_ND)), cache
+
+
+class Transformer(nnx.Module):
+    def __init__(self, spec: ModelSpec):
+        config = spec.config
+        self.config = config
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, spec.dtype)
+        self.layers = nnx.List([Block(spec) for _ in range(config.num_hidden_layers)])
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, spec.dtype)
+        if not config.tie_word_embeddings:
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, False, None, spec.dtype)
+
+    def hidden(self, tokens_N, positions_N, attend: Attend, caches: list[Any]):
+        """Tokens at their positions -> (normalised last hidden state hidden_ND, caches)."""
+        x_ND = self.embed_tokens(tokens_N)
+        rope = rotary_angles(self.config, positions_N)
+        new_caches = []
+        for block, cache in zip(self.layers, caches, strict=True):
+            x_ND, cache = block(x_ND, rope, attend, cache)
+            new_caches.append(cache)
+        return self.norm(x_ND), new_caches
+
+    def logits(self, hidden_ND: jax.Array) -> jax.Array:
+        """Float32 logits_NV of normalised hidden states."""
+        if not self.config.tie_word_embeddings:
+            return self.lm_head(hidden_ND).astype(jnp.float32)
+        embedding_VD = self.embed_tokens.embedding[...]
+        return jnp.einsum("nd,vd->nv", hidden_ND, embedding_VD).astype(jnp.float32)
+
+
+def _projection(spec: ModelSpec, name: str, num_in: int, num_out: int, bias: bool) -> Linear:
+    lora = spec.lora if spec.lora and name in spec.lora.targets else None
+    return Linear(num_in, num_out, bias, lora, spec.dtype)
+
+
+def rotary_angles(config: ModelConfig, positions_N: jax.Array) -> Rope:
+    """Cosine and sine, each [N, C/2], of rotary position embedding (Su et al. 2021, eq. 34)."""
+    exponents = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
+    frequencies = 1.0 / config.rope_theta**exponents
+    angles = positions_N.astype(jnp.float32)[:, None] * frequencies[None, :]
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(x_NHC: jax.Array, rope: Rope) -> jax.Array:
+    """Rotate channel pairs (c, c + C/2), the layout of Llama's Hugging Face checkpoints."""
+    cosine, sine = (angle[:, None, :].astype(x_NHC.dtype) for angle in rope)
+    first, second = jnp.split(x_NHC, 2, axis=-1)
+    return jnp.concatenate(
+        [first * cosine - second * sine, second * cosine + first * sine], axis=-1
+    )

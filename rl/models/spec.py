@@ -1,0 +1,138 @@
+"""What a model is: its sizes, its adapter and its dtype, as hashable records."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from rl.errors import MeshdialError
+
+Parameters = dict[str, jax.Array]
+"""Flat parameters by dotted name, kernels as [in, out]: `layers.0.mlp.up_proj.kernel` is [D, F]."""
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+# LlamaConfig's own defaults: a config.json may leave these keys out.
+_OPTIONAL = {
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "max_position_embeddings": 2048,
+}
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The sizes of a Llama-family decoder, named as in Hugging Face's config.json."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    max_position_embeddings: int = 2048
+
+    def __post_init__(self):
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise MeshdialError(
+                f"model config: num_attention_heads is {self.num_attention_heads}, which is not a "
+                f"multiple of num_key_value_heads, {self.num_key_value_heads}"
+            )
+        if self.head_dim % 2:
+            raise MeshdialError(f"model config: head_dim is {self.head_dim}, expected an even size")
+
+    @classmethod
+    def from_hf(cls, values: Mapping[str, Any]) -> "ModelConfig":
+        """Read a config.json; raises MeshdialError for what this transformer does not compute."""
+        _refuse_unknown(values)
+        missing = [name for name in _SIZES if not isinstance(values.get(name), int)]
+        if missing:
+            raise MeshdialError(f"model config: {missing[0]} is missing, expected a whole number")
+        rope = values.get("rope_parameters") or {}
+        sizes = {name: values[name] for name in _SIZES}
+        heads = sizes["num_attention_heads"]
+        options = {name: values.get(name, rope.get(name, _OPTIONAL[name])) for name in _OPTIONAL}
+        return cls(
+            **sizes,
+            **options,
+            num_key_value_heads=values.get("num_key_value_heads") or heads,
+            head_dim=values.get("head_dim") or sizes["hidden_size"] // heads,
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """The config.json of this model, readable by transformers' LlamaForCausalLM."""
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_act": "silu",
+            **{name: getattr(self, name) for name in (*_SIZES, *_OPTIONAL)},
+            "num_key_value_heads": self.num_key_value_heads,
+            "head_dim": self.head_dim,
+        }
+
+
+def _refuse_unknown(values: Mapping[str, Any]) -> None:
+    """Raise MeshdialError, naming the key, for a model that is no plain Llama."""
+    family = values.get("model_type", "llama")
+    if family != "llama":
+        raise MeshdialError(f"model config: model_type is {family!r}, supported is 'llama'")
+    activation = values.get("hidden_act", "silu")
+    if activation != "silu":
+        raise MeshdialError(f"model config: hidden_act is {activation!r}, supported is 'silu'")
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = values.get(key) or {}
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind != "default":
+            raise MeshdialError(f"model config: {key} is of type {kind!r}, supported is 'default'")
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """A low-rank adapter (Hu et al. 2021): kernel + lora_a @ lora_b * alpha / rank."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+
+    def __post_init__(self):
+        unknown = [name for name in self.targets if name not in PROJECTIONS]
+        if unknown:
+            raise MeshdialError(
+                f"lora targets: {unknown[0]!r} is no projection, expected some of {PROJECTIONS}"
+            )
+        if self.rank < 1:
+            raise MeshdialError(f"lora rank: {self.rank}, expected at least 1")
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Everything that shapes a compiled program: hashable, a static argument of jit.
+
+    `dtype` is that of parameters, activations and KV caches; norms, softmax and
+    log-probabilities are float32 whatever it is.
+    """
+
+    config: ModelConfig
+    lora: LoraConfig | None = None
+    dtype: str = "float32"

@@ -1,0 +1,68 @@
+"""The stages: one function a rule, from input paths and a slice of config to output paths.
+
+1. A request names a stage, its slice of the config, its input and output paths.
+2. `run` imports the stage's module and calls the function of that name.
+3. The function reads its inputs, asks `rl.sync` for the weights it needs, and publishes its outputs.
+4. `run` writes what the stage cost beside them, and says one line of what came of it.
+
+A request is a function of its inputs: what the process remembers only makes it faster.
+"""
+
+import importlib
+import json
+import resource
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rl.artifacts import Publisher, write_json
+from rl.context import Context
+from rl.stages.request import Request
+
+MODULES = {
+    "rl.stages.base": ("init_policy", "warm_start"),
+    "rl.stages.policy": ("start_policy", "sync_weights"),
+    "rl.stages.experience": ("prepare_prompts", "generate_rollouts", "score_rewards"),
+    "rl.stages.scoring": ("reference_logprobs", "policy_logprobs", "estimate_advantages"),
+    "rl.stages.learning": ("update_actor", "check_iteration"),
+    "rl.stages.evaluation": ("evaluate_policy",),
+    "rl.stages.reporting": ("report_run", "compare_runs"),
+}
+
+
+def run(request: Mapping[str, Any], context: Context) -> None:
+    """Run one stage; MeshdialError for bad input, ClientGone if nobody waits for it any more."""
+    job = Request.from_json(request)
+    module = next(name for name, stages in MODULES.items() if job.stage in stages)
+    function = getattr(importlib.import_module(module), job.stage)
+    started, cpu_started = time.perf_counter(), time.process_time()
+    said = function(job, context)
+    seconds = time.perf_counter() - started
+    cost = {
+        "seconds": seconds,
+        "cpu_seconds": time.process_time() - cpu_started,
+        "peak_memory_bytes": peak_memory_bytes(),
+        **job.costs_found,
+    }
+    if job.timings is not None:
+        write_json(Publisher(context.check_alive), job.timings, cost)
+    context.progress(progress_line(job, seconds, said))
+
+
+def progress_line(job: Request, seconds: float, said: str) -> str:
+    """`addition 3/12  update_actor  3.2 s  loss ...`: where the run is, and the key figure."""
+    place = f"{job.run} {job.iteration}" if job.run else "shared"
+    return f"{place:<22} {job.stage:<20} {seconds:6.1f} s  {said}"
+
+
+def peak_memory_bytes() -> int:
+    """The largest resident size of this process so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def read_timings(path: Path) -> dict:
+    """What a stage cost, as `run` wrote it."""
+    return json.loads(path.read_text())

@@ -1,0 +1,89 @@
+"""Models before reinforcement learning: made from their source, and trained on answers first."""
+
+import numpy as np
+
+from rl.artifacts import MANIFEST, Publisher, content_id, read_json, read_table, write_json
+from rl.context import Context
+from rl.learner import OptimizerConfig, init_optimizer, pack_supervised, supervised_update
+from rl.models.families import read_config, read_model, read_tokenizer_files, write_model
+from rl.models.sources import TOKEN_ID_KEYS, prepare_model
+from rl.models.spec import ModelSpec
+from rl.models.tokenizer import Tokenizer
+from rl.stages.request import Request
+from rl.stages.tokens import encode_prompts
+from rl.sync import load_base
+from rl.tasks import iteration_window
+
+
+def init_policy(job: Request, context: Context) -> str:
+    """Any model source as a Hugging Face folder with a manifest."""
+    model = job.config["model"]
+    publisher = Publisher(context.check_alive)
+    with publisher.directory(job.outputs["model"]) as folder:
+        facts = prepare_model(
+            model["source"], folder, model["architecture"], model["seed"], model["dtype"]
+        )
+        _, parameters = read_model(folder)
+        facts["content_id"] = content_id(parameters)
+        write_json(Publisher(), folder / MANIFEST, facts)
+    return f"{facts['name']}, {facts['num_parameters'] / 1e6:.1f} M parameters, {facts['dtype']}"
+
+
+def warm_start(job: Request, context: Context) -> str:
+    """The model after supervised training on the task's own answers."""
+    settings = job.config["warm_start"]
+    base = load_base(context.memory, job.input("model"), is_private=True)
+    tokenizer = Tokenizer.load(job.input("model"))
+    prompts = read_table(job.input("prompts"), "prompts")
+    tokens, answers = _answers(prompts, tokenizer, job.config["rollout.max_tokens"])
+    optimizer = OptimizerConfig(
+        kind="adam",
+        learning_rate=settings["learning_rate"],
+        schedule="cosine",
+        warmup_updates=min(20, settings["updates"] // 10),
+        schedule_updates=settings["updates"],
+        beta1=0.9,
+        beta2=0.95,
+        epsilon=1e-8,
+        weight_decay=0.0,
+        clip_norm=1.0,
+    )
+    trainable, state = base.parameters, init_optimizer(optimizer, base.parameters)
+    spec = ModelSpec(base.config, None, base.dtype)
+    size = min(settings["batch_size"], prompts.num_rows)
+    for number in range(1, settings["updates"] + 1):
+        context.check_alive()
+        rows = iteration_window(prompts.num_rows, size, settings["seed"], number)
+        batch = pack_supervised([tokens[row] for row in rows], [answers[row] for row in rows])
+        trainable, state, figures = supervised_update(
+            spec, trainable, {}, state, batch, optimizer, micro_batch_size=size
+        )
+        if number % 50 == 0:
+            context.progress(f"warm_start update {number}/{settings['updates']}, loss {figures['loss']:.3f}")
+    _write_warm_model(job, context, trainable, base, settings)
+    return f"{settings['updates']} updates, loss {figures['loss']:.3f}"
+
+
+def _answers(prompts, tokenizer: Tokenizer, max_tokens: int):
+    """Tokens of the prompts, and of their answers, each ended by the tokenizer's EOS."""
+    _, tokens = encode_prompts(prompts, tokenizer)
+    answers = [tokenizer.encode(answer) for answer in prompts["ground_truth"].to_pylist()]
+    return tokens, [(answer + list(tokenizer.eos_ids[:1]))[:max_tokens] for answer in answers]
+
+
+def _write_warm_model(job: Request, context: Context, trainable, base, settings) -> None:
+    source = job.input("model")
+    values = read_config(source)
+    with Publisher(context.check_alive).directory(job.outputs["model"]) as folder:
+        arrays = {name: np.asarray(value) for name, value in trainable.items()}
+        write_model(
+            folder,
+            base.config,
+            arrays,
+            read_tokenizer_files(source),
+            base.dtype,
+            {key: values.get(key) for key in TOKEN_ID_KEYS},
+        )
+        manifest = read_json(source / MANIFEST) | {"content_id": content_id(arrays)}
+        manifest |= {"parent": base.content_id, "warm_start": dict(settings)}
+        write_json(Publisher(), folder / MANIFEST, manifest)

@@ -1,0 +1,59 @@
+"""Held-out accuracy of a policy version, or of the base."""
+
+import pyarrow as pa
+
+from rl.artifacts import Publisher, group_id, read_table, write_table
+from rl.context import Context
+from rl.models.tokenizer import Tokenizer
+from rl.rewards import score
+from rl.rollout.sampler import generate
+from rl.stages.experience import completion_table, sampling_config
+from rl.stages.request import Request
+from rl.stages.tokens import encode_prompts
+from rl.sync import rollout_policy
+
+SEED = 0
+
+
+def evaluate_policy(job: Request, context: Context) -> str:
+    """One completion of every held-out prompt, and whether it earned the full reward."""
+    config = job.config
+    policy = rollout_policy(job, context.memory)
+    tokenizer = Tokenizer.load(job.input("base"))
+    prompts = read_table(job.input("prompts"), "prompts")
+    prompts = prompts.slice(0, config["evaluation.max_prompts"])
+    texts, tokens = encode_prompts(prompts, tokenizer)
+    groups, figures = generate(
+        policy.spec,
+        policy.trainable,
+        policy.frozen,
+        tokenizer,
+        tokens,
+        (SEED, job.iteration, list(range(prompts.num_rows))),
+        1,
+        sampling_config(config, config["evaluation.temperature"]),
+        job.cost["max_rows"],
+        check_alive=context.check_alive,
+    )
+    job.costs_found |= {"rollout": figures, "sync": policy.sync}
+    keys = [group_id(SEED, job.iteration, name) for name in prompts["prompt_id"].to_pylist()]
+    table = completion_table(prompts, texts, tokens, groups, keys, policy.version)
+    table = _scored(table, config["reward"])
+    write_table(
+        Publisher(context.check_alive),
+        job.outputs["evaluation"],
+        "evaluation",
+        table,
+        job.provenance(tokenizer=tokenizer.content_hash, policy=policy.content_id),
+    )
+    correct = table["is_correct"].to_pylist().count(True)
+    return f"held-out accuracy {correct / table.num_rows:.3f} ({correct} of {table.num_rows})"
+
+
+def _scored(table: pa.Table, reward: dict) -> pa.Table:
+    rewards = score(table, reward["functions"], SEED, reward["time_limit_s"])
+    values = rewards["reward"].to_pylist()
+    table = table.append_column("reward", rewards["reward"])
+    is_correct = [value is not None and value >= 1.0 for value in values]
+    table = table.append_column("is_correct", pa.array(is_correct))
+    return table.append_column("scored_ok", rewards["scored_ok"])

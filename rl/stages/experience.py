@@ -1,0 +1,131 @@
+"""Experience of one iteration: prompts, rollouts and their rewards."""
+
+
+import pyarrow as pa
+
+from rl.artifacts import (
+    Publisher,
+    group_id,
+    make_table,
+    read_table,
+    write_table,
+)
+from rl.context import Context
+from rl.errors import MeshdialError
+from rl.models.tokenizer import Tokenizer
+from rl.rewards import score, scorer_hash
+from rl.rollout.sampler import Completion, SamplingConfig, generate
+from rl.stages.request import Request
+from rl.stages.tokens import encode_prompts
+from rl.sync import rollout_policy
+from rl.tasks import iteration_window, make_prompts
+
+RANDOM_SCHEME = "threefry: fold_in(seed, iteration, prompt, sample, position)"
+
+
+def prepare_prompts(job: Request, context: Context) -> str:
+    """The task's training and held-out prompts, as tables."""
+    train, heldout = make_prompts(job.config["task"])
+    publisher, provenance = Publisher(context.check_alive), job.provenance()
+    write_table(publisher, job.outputs["train"], "prompts", train, provenance)
+    write_table(publisher, job.outputs["heldout"], "prompts", heldout, provenance)
+    return f"{train.num_rows} prompts to train on, {heldout.num_rows} held out"
+
+
+def generate_rollouts(job: Request, context: Context) -> str:
+    """A group of completions for each prompt of this iteration's window."""
+    config = job.config
+    policy = rollout_policy(job, context.memory)
+    tokenizer = Tokenizer.load(job.input("base"))
+    prompts = read_table(job.input("prompts"), "prompts")
+    size = config["rollout.prompts_per_iteration"]
+    rows = iteration_window(prompts.num_rows, size, config["seed"], job.iteration)
+    window = prompts.take(rows)
+    texts, tokens = encode_prompts(window, tokenizer)
+    sampling = sampling_config(config, config["rollout.temperature"])
+    groups, figures = generate(
+        policy.spec,
+        policy.trainable,
+        policy.frozen,
+        tokenizer,
+        tokens,
+        (config["seed"], job.iteration, rows),
+        config["rollout.group_size"],
+        sampling,
+        job.cost["max_rows"],
+        check_alive=context.check_alive,
+    )
+    job.costs_found |= {"rollout": figures, "sync": policy.sync}
+    names = window["prompt_id"].to_pylist()
+    keys = [group_id(config["seed"], job.iteration, name) for name in names]
+    table = completion_table(window, texts, tokens, groups, keys, policy.version)
+    provenance = job.provenance(
+        tokenizer=tokenizer.content_hash,
+        chat_template=tokenizer.template_hash,
+        random_numbers=RANDOM_SCHEME,
+        policy=policy.content_id,
+    )
+    write_table(
+        Publisher(context.check_alive), job.outputs["rollouts"], "rollouts", table, provenance
+    )
+    count = sum(len(c.tokens) for group in groups for c in group)
+    return f"{table.num_rows} rollouts of policy {policy.version}, mean length {count / table.num_rows:.1f}"
+
+
+def sampling_config(config, temperature: float) -> SamplingConfig:
+    """The run's sampling; evaluation has its own temperature and never truncates."""
+    return SamplingConfig(
+        max_tokens=config["rollout.max_tokens"],
+        temperature=float(temperature),
+        top_k=config.get("rollout.top_k", 0),
+        top_p=config.get("rollout.top_p", 1.0),
+        min_p=config.get("rollout.min_p", 0.0),
+        stop=tuple(config["rollout.stop"]),
+    )
+
+
+def completion_table(
+    prompts: pa.Table,
+    texts: list[str],
+    tokens: list[list[int]],
+    groups: list[list[Completion]],
+    group_ids: list[str],
+    version: int,
+) -> pa.Table:
+    """The rollout table: a row for each completion, groups in prompt order."""
+    rows = [
+        {
+            "sample_id": f"{group_ids[p]}-{g}",
+            "group_id": group_ids[p],
+            "prompt_id": prompt["prompt_id"],
+            "prompt": texts[p],
+            "prompt_tokens": tokens[p],
+            "completion": completion.text,
+            "completion_tokens": completion.tokens,
+            "completion_mask": [True] * len(completion.tokens),
+            "rollout_logprobs": completion.logprobs,
+            "sampling_logprobs": completion.sampling_logprobs,
+            "policy_version": version,
+            "finish_reason": completion.finish_reason,
+            "ground_truth": prompt["ground_truth"],
+            "info": prompt["info"],
+        }
+        for p, prompt in enumerate(prompts.to_pylist())
+        for g, completion in enumerate(groups[p])
+    ]
+    return make_table("rollouts", {name: [row[name] for row in rows] for name in rows[0]})
+
+
+def score_rewards(job: Request, context: Context) -> str:
+    """A reward for each rollout; a scorer that failed is recorded and is no reward of 0."""
+    rollouts = read_table(job.input("rollouts"), "rollouts")
+    block = job.config["reward"]
+    rewards = score(rollouts, block["functions"], job.config["seed"], block["time_limit_s"])
+    if rewards["sample_id"].to_pylist() != rollouts["sample_id"].to_pylist():
+        raise MeshdialError(f"{job.input('rollouts')}: the scorer returned other samples than it was given")
+    provenance = job.provenance(scorer=scorer_hash(block["functions"]))
+    write_table(Publisher(context.check_alive), job.outputs["rewards"], "rewards", rewards, provenance)
+    scored = rewards.filter(rewards["scored_ok"])
+    mean = sum(scored["reward"].to_pylist()) / max(scored.num_rows, 1)
+    failed = rewards.num_rows - scored.num_rows
+    return f"mean reward {mean:.3f}" + (f", {failed} not scored" if failed else "")

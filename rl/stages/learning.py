@@ -1,0 +1,157 @@
+"""The update that turns policy n-1 into policy n, and the gate behind it."""
+
+import math
+
+import numpy as np
+
+from rl.artifacts import MANIFEST, Publisher, join, read_json, read_table, write_json
+from rl.context import Context
+from rl.errors import MeshdialError
+from rl.learner import LossConfig, OptimizerConfig, update
+from rl.stages.policy import publish_policy
+from rl.stages.request import Request
+from rl.stages.tokens import lists, update_batch
+from rl.sync import load_policy
+
+
+def update_actor(job: Request, context: Context) -> str:
+    """Policy n from policy n-1 and one batch of scored rollouts."""
+    config = job.config
+    rollouts = read_table(job.input("rollouts"), "rollouts")
+    batch = update_batch(rollouts, config["rollout.temperature"], _columns(job))
+    policy = load_policy(job, context.memory, is_taken=True)
+    trainable, state, figures = update(
+        policy.spec,
+        policy.trainable,
+        policy.frozen,
+        policy.optimizer_state,
+        batch,
+        _loss_config(config),
+        _optimizer_config(config["optimizer"]),
+        job.cost["micro_batch_size"],
+        config["learner.updates_per_batch"],
+        progress=lambda _: context.check_alive(),
+    )
+    publish_policy(job, context, trainable, state, policy.version + 1, policy.content_id)
+    write_json(Publisher(context.check_alive), job.outputs["figures"], figures)
+    names = ["loss", "kl", "entropy", "gradient_norm"]
+    return ", ".join(f"{n.replace('_', ' ')} {figures[n]:.4g}" for n in names if n in figures)
+
+
+def _columns(job: Request) -> dict:
+    """The columns of other tables that the update needs, by the argument they become."""
+    columns = {"advantages": (read_table(job.input("advantages"), "advantages"), "advantage")}
+    if "reference" in job.inputs:
+        table = read_table(job.input("reference"), "reference")
+        columns["reference_logprobs"] = (table, "reference_logprobs")
+    if "policy_logprobs" in job.inputs:
+        table = read_table(job.input("policy_logprobs"), "policy_logprobs")
+        columns["proximal_logprobs"] = (table, "policy_logprobs")
+    return columns
+
+
+def _loss_config(config) -> LossConfig:
+    kl = config["algorithm.kl"]
+    return LossConfig(
+        clip_low=config["algorithm.clip_low"],
+        clip_high=config["algorithm.clip_high"],
+        kl_coefficient=kl["coefficient"],
+        kl_estimator=kl["estimator"],
+        entropy_coefficient=None,
+        off_policy_cap=None,
+        aggregation=config["algorithm.aggregation"],
+        max_tokens=config["rollout.max_tokens"],
+    )
+
+
+def _optimizer_config(block) -> OptimizerConfig:
+    return OptimizerConfig(
+        kind=block["name"],
+        learning_rate=block["learning_rate"],
+        schedule=block["schedule"],
+        warmup_updates=block["warmup"],
+        schedule_updates=block["horizon"] or 0,
+        beta1=block["betas"][0],
+        beta2=block["betas"][1],
+        epsilon=block["eps"],
+        weight_decay=block["weight_decay"],
+        clip_norm=block["clip_norm"],
+    )
+
+
+def check_iteration(job: Request, context: Context) -> str:
+    """Fail the iteration before its weights leave it, if anything in it is not as it must be."""
+    checks = job.config["checks"]
+    figures = read_json(job.input("figures"))
+    rollouts = read_table(job.input("rollouts"), "rollouts")
+    rewards = read_table(job.input("rewards"), "rewards")
+    advantages = read_table(job.input("advantages"), "advantages")
+    _check_figures(job, figures, checks["max_logprob_drift"])
+    _check_rollouts(job, rollouts)
+    _check_scores(job, join(rollouts.select(["sample_id"]), rewards, ["scored_ok"]), checks)
+    join(rollouts.select(["sample_id"]), advantages, ["advantage"])
+    _check_finite(job, "advantages", "advantage", advantages["advantage"].to_numpy())
+    for name in ("reference", "policy_logprobs"):
+        if name in job.inputs:
+            _check_logprobs(job, name, rollouts)
+    version = read_json(job.input("policy") / MANIFEST)["version"]
+    if version != job.iteration:
+        raise MeshdialError(
+            f"{job.input('policy')} holds policy version {version}, expected {job.iteration}"
+        )
+    found = {
+        "iteration": job.iteration,
+        "logprob_drift_mean": figures["logprob_drift_mean"],
+        "num_rollouts": rollouts.num_rows,
+        "inputs": job.provenance()["inputs"],
+    }
+    write_json(Publisher(context.check_alive), job.outputs["checks"], found)
+    return f"passed, drift {figures['logprob_drift_mean']:.1e}"
+
+
+def _check_figures(job: Request, figures: dict, max_drift: float) -> None:
+    for name, value in figures.items():
+        if not math.isfinite(value):
+            raise MeshdialError(f"{job.input('figures')}: {name} is {value}, expected a finite number")
+    drift = figures["logprob_drift_mean"]
+    if drift > max_drift:
+        raise MeshdialError(
+            f"{job.input('figures')}: logprob_drift_mean is {drift:.2g}, above "
+            f"checks.max_logprob_drift = {max_drift:g}: rollout and trainer disagree on the policy"
+        )
+
+
+def _check_rollouts(job: Request, rollouts) -> None:
+    """Every completion token is trained on, its end included, and there is no padding among them."""
+    path = job.input("rollouts")
+    columns = [lists(rollouts, c) for c in ("completion_tokens", "completion_mask", "rollout_logprobs")]
+    for row, (tokens, mask, logprobs) in enumerate(zip(*columns, strict=True)):
+        if not len(tokens) == len(mask) == len(logprobs):
+            raise MeshdialError(
+                f"{path}: row {row} has {len(tokens)} completion_tokens, {len(mask)} in "
+                f"completion_mask and {len(logprobs)} rollout_logprobs, expected one each"
+            )
+        if not mask[-1:].all() or not mask.any():
+            raise MeshdialError(f"{path}: completion_mask of row {row} drops the token that ends it")
+    _check_finite(job, "rollouts", "rollout_logprobs", np.concatenate(columns[2]))
+
+
+def _check_scores(job: Request, scores, checks: dict) -> None:
+    failed = 1 - scores["scored_ok"].to_numpy().mean()
+    if failed > checks["max_unscored"]:
+        raise MeshdialError(
+            f"{job.input('rewards')}: {failed:.0%} of the completions could not be scored, above "
+            f"checks.max_unscored = {checks['max_unscored']:g}"
+        )
+
+
+def _check_logprobs(job: Request, name: str, rollouts) -> None:
+    table = read_table(job.input(name), name)
+    column = f"{name}_logprobs" if name == "reference" else name
+    join(rollouts.select(["sample_id"]), table, [column])
+    _check_finite(job, name, column, np.concatenate(lists(table, column)))
+
+
+def _check_finite(job: Request, name: str, column: str, values: np.ndarray) -> None:
+    if not np.isfinite(values).all():
+        raise MeshdialError(f"{job.input(name)}: {column} has a value that is not finite")

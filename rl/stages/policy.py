@@ -1,0 +1,85 @@
+"""Policy version 0, and the export of each version's weights for the rollout role."""
+
+import os
+
+from rl.checkpoint import save_policy
+from rl.artifacts import Publisher
+from rl.context import Context
+from rl.learner import OptimizerConfig, init_optimizer
+from rl.models.transformer import init_lora
+from rl.stages.request import Request
+from rl.sync import base_facts, cast, load_base, load_policy, nbytes, remember_policy
+from rl.weights import export_weights
+
+
+def start_policy(job: Request, context: Context) -> str:
+    """Policy version 0: the base as it is, or under an adapter that changes nothing yet."""
+    folder = job.input("base")
+    config, manifest = base_facts(folder)
+    spec = job.spec(config, manifest["dtype"])
+    if spec.lora:
+        trainable = init_lora(spec, job.config["seed"])
+    else:
+        trainable = load_base(context.memory, folder, is_private=True).parameters
+    state = init_optimizer(first_optimizer(job.config["optimizer.name"]), trainable)
+    publish_policy(job, context, trainable, state, 0, None)
+    count = sum(value.size for value in trainable.values())
+    return f"{count / 1e6:.2f} M trainable parameters"
+
+
+def first_optimizer(name: str) -> OptimizerConfig:
+    """The optimizer's state depends on its kind alone; the numbers are those of the updates."""
+    return OptimizerConfig(
+        kind=name,
+        learning_rate=0.0,
+        schedule="constant",
+        warmup_updates=0,
+        schedule_updates=0,
+        beta1=0.0,
+        beta2=0.0,
+        epsilon=1e-8,
+        weight_decay=0.0,
+        clip_norm=1.0,
+    )
+
+
+def publish_policy(job: Request, context: Context, trainable, state, version: int, parent) -> dict:
+    """Write a policy's checkpoint, and keep its arrays for whoever asks for it next."""
+    manifest = save_policy(
+        Publisher(context.check_alive),
+        job.outputs["policy"],
+        trainable,
+        state,
+        {"version": version},
+        job.provenance(version=version, parent=parent),
+    )
+    remember_policy(context.memory, manifest, trainable, state)
+    return manifest
+
+
+def sync_weights(job: Request, context: Context) -> str:
+    """The trained parameters in the rollout's dtype: what another process needs of this version."""
+    policy = load_policy(job, context.memory)
+    dtype = job.config["rollout.dtype"]
+    dtype = policy.spec.dtype if dtype == "same" else dtype
+    parameters = cast(policy.trainable, dtype)
+    is_alias = all(parameters[name] is value for name, value in policy.trainable.items())
+    target = job.outputs["weights"]
+    manifest = export_weights(
+        Publisher(context.check_alive),
+        target,
+        job.spec(policy.spec.config, dtype),
+        parameters,
+        base=job.input("base"),
+        base_path=os.path.relpath(job.input("base")),
+        source_content_id=policy.content_id,
+        version=policy.version,
+    )
+    context.memory.put(parameters, "parameters", manifest["content_id"])
+    job.costs_found["sync"] = {
+        "outcome": "alias" if is_alias else "cast",
+        "bytes_moved": 0,
+        "bytes_written": nbytes(parameters),
+        "dtype": dtype,
+    }
+    return f"{'alias, 0 bytes moved' if is_alias else f'cast to {dtype}'}, {nbytes(parameters) / 1e6:.1f} MB exported"

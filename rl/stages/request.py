@@ -1,0 +1,68 @@
+"""What a stage is asked to do: its slice of the config and its paths."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rl.artifacts import artifact_id
+from rl.errors import MeshdialError
+from rl.models.spec import LoraConfig, ModelConfig, ModelSpec
+
+
+@dataclass
+class Request:
+    """One stage of one iteration. `config` maps dotted keys to values, `costs_found` collects what
+    the stage measured of itself for its timings."""
+
+    stage: str
+    config: Mapping[str, Any]
+    inputs: Mapping[str, Path]
+    outputs: Mapping[str, Path]
+    cost: Mapping[str, int]
+    iteration: int = 0
+    run: str = ""
+    timings: Path | None = None
+    costs_found: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "Request":
+        """Relative paths are below `cwd`; an input without a path is one the run does not have."""
+        root = Path(values.get("cwd", "."))
+        return cls(
+            stage=values["stage"],
+            config=values["config"],
+            inputs={name: root / path for name, path in values["inputs"].items() if path},
+            outputs={name: root / path for name, path in values["outputs"].items()},
+            cost={name: int(value) for name, value in values.get("cost", {}).items()},
+            iteration=int(values.get("iteration") or 0),
+            run=values.get("run") or "",
+            timings=root / values["timings"] if values.get("timings") else None,
+        )
+
+    def provenance(self, inputs: Mapping[str, Path] | None = None, **more: Any) -> dict:
+        """What an artifact of this stage says of its making; `inputs` are the request's own."""
+        inputs = self.inputs if inputs is None else inputs
+        return {
+            "stage": self.stage,
+            "stage_version": self.config["stage_version"],
+            "config": {k: v for k, v in self.config.items() if k != "stage_version"},
+            "inputs": {name: artifact_id(path) for name, path in sorted(inputs.items())},
+            **more,
+        }
+
+    def input(self, name: str) -> Path:
+        if name not in self.inputs:
+            raise MeshdialError(f"stage {self.stage} needs --input {name}=PATH")
+        return self.inputs[name]
+
+    @property
+    def lora(self) -> LoraConfig | None:
+        block = self.config["lora"]
+        if block is None or block["rank"] == 0:
+            return None
+        return LoraConfig(block["rank"], float(block["alpha"]), tuple(block["targets"]))
+
+    def spec(self, config: ModelConfig, dtype: str) -> ModelSpec:
+        """The policy's: the base's sizes with this run's adapter."""
+        return ModelSpec(config, self.lora, dtype)

@@ -1,0 +1,64 @@
+"""Between tables and the model: prompts become tokens once, rollouts become an update batch."""
+
+import json
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pyarrow as pa
+
+from rl.artifacts import join
+from rl.learner import UpdateBatch, pack
+from rl.models.tokenizer import Tokenizer
+
+
+def encode_prompts(
+    prompts: pa.Table, tokenizer: Tokenizer
+) -> tuple[list[str], list[list[int]]]:
+    """(text, tokens) of each prompt; a conversation goes through the tokenizer's chat template."""
+    texts = [
+        tokenizer.render_chat(json.loads(row["messages"])) if row["prompt"] is None else row["prompt"]
+        for row in prompts.select(["prompt", "messages"]).to_pylist()
+    ]
+    return texts, [tokenizer.encode(text) for text in texts]
+
+
+def lists(table: pa.Table, column: str) -> list[np.ndarray]:
+    """A list column as one NumPy array a row."""
+    array = table[column].combine_chunks()
+    offsets = array.offsets.to_numpy()
+    values = array.values.to_numpy(zero_copy_only=False)
+    return [values[a:b] for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
+
+
+def update_batch(
+    rollouts: pa.Table, temperature: float, tables: Mapping[str, tuple[pa.Table, str]] = {}
+) -> UpdateBatch:
+    """Rollouts with the columns of other tables, laid out by groups.
+
+    `tables` maps an argument of `pack` to the table and the column that it comes from.
+    """
+    more = {}
+    for argument, (table, column) in tables.items():
+        joined = join(rollouts.select(["sample_id"]), table, [column])
+        is_list = pa.types.is_list(joined.schema.field(column).type)
+        more[argument] = lists(joined, column) if is_list else joined[column].to_numpy()
+    return pack(
+        group_ids=rollouts["group_id"].to_pylist(),
+        prompt_tokens=lists(rollouts, "prompt_tokens"),
+        completion_tokens=lists(rollouts, "completion_tokens"),
+        completion_mask=lists(rollouts, "completion_mask"),
+        rollout_logprobs=lists(rollouts, "rollout_logprobs"),
+        temperature=temperature,
+        **more,
+    )
+
+
+def per_rollout(values_PGT: np.ndarray, rollouts: pa.Table, slots_PG: np.ndarray) -> Sequence[np.ndarray]:
+    """Values by group back in the rows of the rollout table, without padding."""
+    lengths = [len(tokens) for tokens in lists(rollouts, "completion_tokens")]
+    rows: list = [None] * len(lengths)
+    for p, g in np.ndindex(slots_PG.shape):
+        row = slots_PG[p, g]
+        if row >= 0:
+            rows[row] = np.asarray(values_PGT[p, g, : lengths[row]], np.float32)
+    return rows

@@ -1,0 +1,170 @@
+"""What the figures show, that they repeat byte for byte, and that every caption renders."""
+
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from types import SimpleNamespace
+
+import jinja2
+import matplotlib
+import numpy as np
+import pytest
+from docutils.core import publish_parts
+
+from rl.artifacts import SCHEMAS, Publisher, make_table
+from rl.report.figures import FIGURES, figure_svg, write_figures
+from rl.report.style import COLORS, house_style
+
+CAPTIONS = Path(__file__).parents[1] / "workflow" / "report"
+
+
+def tidy(rows):
+    columns = zip(*[("r", *row) for row in rows], strict=True)
+    return make_table("metrics", dict(zip(SCHEMAS["metrics"].names, columns, strict=True)))
+
+
+def draw(name, table):
+    with house_style():
+        return FIGURES[name].draw(table)
+
+
+EMPTY = make_table("metrics", {name: [] for name in SCHEMAS["metrics"].names})
+METRICS = tidy(
+    [
+        (0, "evaluate_policy", "accuracy", 0.25),
+        (0, "evaluate_policy", "accuracy_low", 0.125),
+        (0, "evaluate_policy", "accuracy_high", 0.5),
+        (4, "evaluate_policy", "accuracy", 0.75),
+        (4, "evaluate_policy", "accuracy_low", 0.5),
+        (4, "evaluate_policy", "accuracy_high", 0.875),
+        (1, "score_rewards", "reward_mean", -2.0),
+        (2, "score_rewards", "reward_mean", 3.0),
+        (1, "update_actor", "logprob_drift_mean", 0.0),
+        (1, "update_actor", "logprob_drift_max", 1e-5),
+        (1, "update_actor", "kl", 0.25),
+        (1, "update_actor", "entropy", 1.5),
+    ]
+)
+TIMINGS = tidy(
+    [
+        (1, "update_actor", "seconds", 3.0),
+        (1, "generate_rollouts", "seconds", 5.0),
+        (2, "update_actor", "seconds", 4.0),
+        (2, "update_actor", "cpu_seconds", 100.0),
+    ]
+)
+
+
+def table_for(name):
+    return TIMINGS if FIGURES[name].from_timings else METRICS
+
+
+def test_learning_curve_shows_accuracy_with_its_interval_and_reward():
+    accuracy, reward = draw("learning_curve", METRICS).axes
+    assert accuracy.lines[0].get_xydata().tolist() == [[0, 0.25], [4, 0.75]]
+    corners = accuracy.collections[0].get_paths()[0].vertices.tolist()
+    assert all(c in corners for c in ([0, 0.125], [0, 0.5], [4, 0.5], [4, 0.875]))
+    assert accuracy.get_ylim() == (-0.03, 1.03)
+    assert reward.lines[0].get_xydata().tolist() == [[1, -2], [2, 3]]
+    assert (accuracy.get_ylabel(), reward.get_ylabel()) == ("Accuracy", "Mean reward")
+    assert reward.get_xlabel() == "Iteration"
+
+
+def test_iterations_are_whole_numbers_on_the_axis():
+    ticks = draw("learning_curve", METRICS).axes[1].get_xticks()
+    assert np.array_equal(ticks, np.rint(ticks))
+
+
+def test_drift_of_zero_can_be_shown():
+    (panel,) = draw("logprob_drift", METRICS).axes
+    lines = {line.get_label(): line.get_ydata().tolist() for line in panel.lines}
+    assert lines == {"largest": [1e-5], "mean": [0.0]}
+    assert panel.get_yscale() == "symlog"
+    assert panel.get_ylim()[0] == 0
+
+
+def test_stage_seconds_stack_the_costliest_stage_lowest():
+    figure = draw("stage_seconds", TIMINGS)
+    bars = {
+        c.get_label(): [(b.get_y(), b.get_height()) for b in c] for c in figure.axes[0].containers
+    }
+    # update_actor has 7 seconds in all, generate_rollouts 5; cpu_seconds play no part.
+    assert bars == {"update_actor": [(0, 3), (0, 4)], "generate_rollouts": [(3, 5), (4, 0)]}
+
+
+def test_stages_beyond_the_colours_are_one_bar():
+    rows = [(1, f"stage_{i}", "seconds", 10.0 - i) for i in range(9)]
+    containers = draw("stage_seconds", tidy(rows)).axes[0].containers
+    labels = [c.get_label() for c in containers]
+    assert labels == [*(f"stage_{i}" for i in range(len(COLORS))), "all others"]
+    assert containers[-1][0].get_height() == 3.0 + 2.0
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_run_without_the_numbers_gets_a_figure_that_says_so(name):
+    for panel in draw(name, EMPTY).axes:
+        assert [text.get_text()[-1] for text in panel.texts] == ["."]
+        assert not panel.lines
+
+
+def test_kl_says_that_there_is_no_term():
+    (panel,) = draw("kl", EMPTY).axes
+    assert panel.texts[0].get_text() == "This run has no KL term."
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_figures_repeat_byte_for_byte_whatever_the_reader_configured(name):
+    first = figure_svg(name, table_for(name))
+    with matplotlib.rc_context({"font.size": 31, "axes.grid": False, "svg.fonttype": "none"}):
+        assert figure_svg(name, table_for(name)) == first
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_figures_carry_a_title_and_nothing_of_the_machine(name):
+    svg = figure_svg(name, table_for(name))
+    root = ElementTree.fromstring(svg)
+    assert root.find("{http://www.w3.org/2000/svg}title").text == FIGURES[name].title
+    assert b"<dc:date>" not in svg
+    assert b"Matplotlib" not in svg
+    assert b"http-equiv" not in svg
+    assert len(svg) < 100_000
+
+
+def test_write_figures_picks_the_right_table(tmp_path):
+    paths = {name: tmp_path / f"{name}.svg" for name in ("kl", "stage_seconds")}
+    write_figures(Publisher(), paths, METRICS, TIMINGS)
+    assert paths["kl"].read_bytes() == figure_svg("kl", METRICS)
+    assert paths["stage_seconds"].read_bytes() == figure_svg("stage_seconds", TIMINGS)
+
+
+def test_every_figure_has_a_caption():
+    assert {path.stem for path in CAPTIONS.glob("*.rst")} >= {*FIGURES, "comparison", "workflow"}
+
+
+# Stands in for the object that captions are rendered with.
+JOB = SimpleNamespace(
+    config={
+        "run": "addition",
+        "seed": 0,
+        "lora": {},
+        "rollout": {"stop": ["\n", ""], "group_size": 8},
+        "algorithm": {"kl": {"coefficient": 0.5}},
+    },
+    wildcards={"run": "addition"},
+)
+
+
+# Snakemake names the writer in the way that newer docutils warn of.
+@pytest.mark.filterwarnings("ignore:Argument:PendingDeprecationWarning")
+@pytest.mark.parametrize("path", sorted(CAPTIONS.glob("*.rst")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("trim", [False, True])
+def test_captions_render_without_a_complaint(path, trim):
+    environment = jinja2.Environment(
+        undefined=jinja2.StrictUndefined, trim_blocks=trim, lstrip_blocks=trim
+    )
+    text = environment.from_string(path.read_text()).render(snakemake=JOB)
+    strict = {"halt_level": 1, "report_level": 1}
+    body = publish_parts(text, writer_name="html", settings_overrides=strict)["body"]
+    if path.stem in FIGURES:
+        assert "of run addition." in body
+    if path.stem == "workflow":
+        assert body.count("<li>") == 4  # run, seed, rollout, algorithm

@@ -1,0 +1,78 @@
+import hashlib
+import json
+import re
+import sys
+from pathlib import Path
+
+from snakemake.exceptions import WorkflowError
+
+from rl.config import expand as expand_runs
+from rl.config import sweep_name
+from rl.errors import MeshdialError
+from rl.mesh import layout
+from rl.schedule import is_evaluated, is_kept
+from rl.stage_table import stage_config
+from rl.workflow import enter_workflow
+
+# Long runs are long chains of jobs, which Snakemake walks recursively.
+sys.setrecursionlimit(100_000)
+enter_workflow()
+
+CONFIGFILES = workflow.config_settings.configfiles
+try:
+    RUNS = expand_runs(
+        config, Path(CONFIGFILES[-1]).parent if CONFIGFILES else Path("configs")
+    )
+except MeshdialError as error:
+    raise WorkflowError(str(error)) from None
+RUN_ORDER = list(RUNS)
+SWEEP = sweep_name(config)
+
+
+def shared_stage(name, inputs="", outputs="", costs=""):
+    """The command of a stage; the names of its inputs, outputs and costs are those of the rule."""
+    return (
+        f"python -m rl.client {name} --launcher {{resources.launcher}} --mesh {{resources.mesh}}"
+        " --config {params.config:q}"
+        + "".join(f" --input {key}={{input.{key}:q}}" for key in inputs.split())
+        + "".join(f" --output {key}={{output.{key}:q}}" for key in outputs.split())
+        + "".join(f" --cost {key}={{resources.{key}}}" for key in costs.split())
+        + " --log {log.text:q} --timings {log.timings:q}"
+    )
+
+
+def stage(name, inputs="", outputs="", costs=""):
+    """As `shared_stage`, of one iteration of one run."""
+    place = " --run {wildcards.run} --iteration {wildcards.iteration}"
+    return shared_stage(name, inputs, outputs, costs) + place
+
+
+def run_of(wildcards):
+    """The config of the run that a job belongs to."""
+    if wildcards.run not in RUNS:
+        raise WorkflowError(
+            f"no run {wildcards.run!r} in this config, which has: {', '.join(RUNS)}"
+        )
+    return RUNS[wildcards.run]
+
+
+def slice_of(name):
+    """The part of a run's config that the stage `name` reads: what its results depend on."""
+    return lambda wildcards: json.dumps(
+        stage_config(run_of(wildcards), name), sort_keys=True
+    )
+
+
+def mesh_of(role):
+    """The mesh of `role`, which the dial chooses."""
+    return lambda wildcards: layout(run_of(wildcards)["cluster"], role)
+
+
+def cost(key, block):
+    """A setting that changes cost alone, so that it is no reason to run a stage again."""
+    return lambda wildcards: run_of(wildcards)[block][key]
+
+
+def run_priority(wildcards):
+    """The runs of a batch go depth first: an early run is finished before a late one goes on."""
+    return len(RUNS) - RUN_ORDER.index(wildcards.run)

@@ -1,0 +1,56 @@
+# Held-out accuracy: before training (shared by all runs that start alike), and of later versions.
+
+
+rule evaluate_base:
+    input:
+        base=lambda wildcards: f"results/shared/models/{base_name(EVALUATIONS[wildcards.evaluation])}",
+        prompts=lambda wildcards: f"results/shared/prompts/{prompts_name(EVALUATIONS[wildcards.evaluation])}/heldout.parquet",
+    output:
+        evaluation="results/shared/evaluations/{evaluation}.parquet",
+    log:
+        text="results/shared/logs/evaluate_policy-{evaluation}.log",
+        timings="results/shared/timings/evaluate_policy-{evaluation}.json",
+    priority: 1_000_000
+    conda:
+        "../envs/meshdial.yaml"
+    resources:
+        mesh=shared_mesh("rollout", EVALUATIONS, "evaluation"),
+        max_rows=lambda wildcards: EVALUATIONS[wildcards.evaluation]["rollout"][
+            "max_rows"
+        ],
+    params:
+        config=shared_slice("evaluate_policy", EVALUATIONS, "evaluation"),
+    shell:
+        shared_stage(
+            "evaluate_policy",
+            inputs="base prompts",
+            outputs="evaluation",
+            costs="max_rows",
+        )
+
+
+rule evaluate_policy:
+    input:
+        weights="results/{run}/{iteration}/weights",
+        base=base_of,
+        prompts=heldout_prompts_of,
+    output:
+        evaluation="results/{run}/{iteration}/evaluation.parquet",
+    log:
+        text="results/{run}/{iteration}/logs/evaluate_policy.log",
+        timings="results/{run}/{iteration}/timings/evaluate_policy.json",
+    priority: run_priority
+    conda:
+        "../envs/meshdial.yaml"
+    resources:
+        mesh=mesh_of("rollout"),
+        max_rows=cost("max_rows", "rollout"),
+    params:
+        config=slice_of("evaluate_policy"),
+    shell:
+        stage(
+            "evaluate_policy",
+            inputs="weights base prompts",
+            outputs="evaluation",
+            costs="max_rows",
+        )

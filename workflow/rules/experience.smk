@@ -1,0 +1,152 @@
+# Experience of one iteration: prompts, rollouts, rewards, log-probabilities and advantages.
+
+
+rule prepare_prompts:
+    input:
+        files=prompt_files,
+    output:
+        train="results/shared/prompts/{prompts}/train.parquet",
+        heldout="results/shared/prompts/{prompts}/heldout.parquet",
+    log:
+        text="results/shared/logs/prepare_prompts-{prompts}.log",
+        timings="results/shared/timings/prepare_prompts-{prompts}.json",
+    wildcard_constraints:
+        prompts=any_of(PROMPTS),
+    conda:
+        "../envs/meshdial.yaml"
+    resources:
+        mesh=shared_mesh("rollout", PROMPTS, "prompts"),
+    params:
+        config=shared_slice("prepare_prompts", PROMPTS, "prompts"),
+    shell:
+        shared_stage(
+            "prepare_prompts",
+            outputs="train heldout",
+        )
+
+
+rule generate_rollouts:
+    input:
+        weights=before("results/{run}/{iteration}/weights"),
+        base=base_of,
+        prompts=train_prompts_of,
+    output:
+        rollouts="results/{run}/{iteration}/rollouts.parquet",
+    log:
+        text="results/{run}/{iteration}/logs/generate_rollouts.log",
+        timings="results/{run}/{iteration}/timings/generate_rollouts.json",
+    priority: run_priority
+    conda:
+        "../envs/meshdial.yaml"
+    resources:
+        mesh=mesh_of("rollout"),
+        max_rows=cost("max_rows", "rollout"),
+    params:
+        config=slice_of("generate_rollouts"),
+    shell:
+        stage(
+            "generate_rollouts",
+            inputs="weights base prompts",
+            outputs="rollouts",
+            costs="max_rows",
+        )
+
+
+rule score_rewards:
+    input:
+        rollouts="results/{run}/{iteration}/rollouts.parquet",
+    output:
+        rewards="results/{run}/{iteration}/rewards.parquet",
+    log:
+        text="results/{run}/{iteration}/logs/score_rewards.log",
+        timings="results/{run}/{iteration}/timings/score_rewards.json",
+    priority: run_priority
+    conda:
+        "../envs/meshdial.yaml"
+    resources:
+        mesh=mesh_of("reward"),
+    params:
+        config=slice_of("score_rewards"),
+    shell:
+        stage(
+            "score_rewards",
+            inputs="rollouts",
+            outputs="rewards",
+        )
+
+
+rule reference_logprobs:
+    input:
+        rollouts="results/{run}/{iteration}/rollouts.parquet",
+        base=base_of,
+    output:
+        reference="results/{run}/{iteration}/reference.parquet",
+    log:
+        text="results/{run}/{iteration}/logs/reference_logprobs.log",
+        timings="results/{run}/{iteration}/timings/reference_logprobs.json",
+    priority: run_priority
+    conda:
+        "../envs/meshdial.yaml"
+    resources:
+        mesh=mesh_of("reference"),
+        micro_batch_size=cost("micro_batch_size", "learner"),
+    params:
+        config=slice_of("reference_logprobs"),
+    shell:
+        stage(
+            "reference_logprobs",
+            inputs="rollouts base",
+            outputs="reference",
+            costs="micro_batch_size",
+        )
+
+
+rule policy_logprobs:
+    input:
+        rollouts="results/{run}/{iteration}/rollouts.parquet",
+        policy=before("results/{run}/{iteration}/policy"),
+        base=base_of,
+    output:
+        policy_logprobs="results/{run}/{iteration}/policy_logprobs.parquet",
+    log:
+        text="results/{run}/{iteration}/logs/policy_logprobs.log",
+        timings="results/{run}/{iteration}/timings/policy_logprobs.json",
+    priority: run_priority
+    conda:
+        "../envs/meshdial.yaml"
+    resources:
+        mesh=mesh_of("actor"),
+        micro_batch_size=cost("micro_batch_size", "learner"),
+    params:
+        config=slice_of("policy_logprobs"),
+    shell:
+        stage(
+            "policy_logprobs",
+            inputs="rollouts policy base",
+            outputs="policy_logprobs",
+            costs="micro_batch_size",
+        )
+
+
+rule estimate_advantages:
+    input:
+        rollouts="results/{run}/{iteration}/rollouts.parquet",
+        rewards="results/{run}/{iteration}/rewards.parquet",
+    output:
+        advantages="results/{run}/{iteration}/advantages.parquet",
+    log:
+        text="results/{run}/{iteration}/logs/estimate_advantages.log",
+        timings="results/{run}/{iteration}/timings/estimate_advantages.json",
+    priority: run_priority
+    conda:
+        "../envs/meshdial.yaml"
+    resources:
+        mesh=mesh_of("actor"),
+    params:
+        config=slice_of("estimate_advantages"),
+    shell:
+        stage(
+            "estimate_advantages",
+            inputs="rollouts rewards",
+            outputs="advantages",
+        )

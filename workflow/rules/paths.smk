@@ -1,0 +1,162 @@
+# Where things lie: what runs share, the chain of iterations, and what is there only at times.
+
+
+# What runs share is named by a readable word and a hash of all that its content depends on.
+def hash_of(value):
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def model_name(run):
+    """The model before any warm start."""
+    word = Path(run["model"]["source"].split("==")[0].rstrip("/")).name.lower()
+    word = re.sub(r"[^a-z0-9]+", "-", word).strip("-")
+    return f"{word}-{hash_of(stage_config(run, 'init_policy'))}"
+
+
+def prompts_name(run):
+    return f"{run['task']['name']}-{hash_of(stage_config(run, 'prepare_prompts'))}"
+
+
+def base_name(run):
+    """The model that reinforcement learning starts from, which is the reference too."""
+    if run["warm_start"] is None:
+        return model_name(run)
+    parts = [model_name(run), prompts_name(run), stage_config(run, "warm_start")]
+    return f"{model_name(run)}-warm-{hash_of(parts)}"
+
+
+def evaluation_name(run):
+    """The evaluation before training, which does not depend on the adapter."""
+    parts = stage_config(run, "evaluate_policy") | {"lora": None}
+    return f"{base_name(run)}-{hash_of([prompts_name(run), parts])}"
+
+
+def by_name(name):
+    """The first run behind each shared artifact's name."""
+    return {name(run): run for run in reversed(RUNS.values())}
+
+
+BASES, WARM = by_name(base_name), by_name(
+    lambda run: run["warm_start"] and base_name(run)
+)
+MODELS, PROMPTS, EVALUATIONS = (
+    by_name(model_name),
+    by_name(prompts_name),
+    by_name(evaluation_name),
+)
+
+
+def shared_slice(name, runs, wildcard):
+    """As `slice_of`, for an artifact that runs share and which therefore has no adapter."""
+
+    def choose(wildcards):
+        part = stage_config(runs[wildcards[wildcard]], name)
+        return json.dumps(
+            part | {"lora": None} if "lora" in part else part, sort_keys=True
+        )
+
+    return choose
+
+
+def first_mesh(role):
+    return layout(next(iter(RUNS.values()))["cluster"], role)
+
+
+def shared_mesh(role, runs, wildcard):
+    return lambda wildcards: layout(runs[wildcards[wildcard]]["cluster"], role)
+
+
+def any_of(names):
+    """A regular expression of exactly these names."""
+    return "|".join(re.escape(name) for name in names if name) or "(?!)"
+
+
+# Paths of what a run shares with others.
+def base_of(wildcards):
+    return f"results/shared/models/{base_name(run_of(wildcards))}"
+
+
+def train_prompts_of(wildcards):
+    return f"results/shared/prompts/{prompts_name(run_of(wildcards))}/train.parquet"
+
+
+def heldout_prompts_of(wildcards):
+    return f"results/shared/prompts/{prompts_name(run_of(wildcards))}/heldout.parquet"
+
+
+def first_evaluation_of(wildcards):
+    run = run_of(wildcards)
+    if run["evaluation"]["every"] == 0:
+        return []
+    return f"results/shared/evaluations/{evaluation_name(run)}.parquet"
+
+
+def model_source(wildcards):
+    """The file or folder that a model is made from, where it is one."""
+    source = MODELS[wildcards.model]["model"]["source"]
+    is_path = source != "scratch" and not source.startswith("pypi:")
+    return source.rstrip("/") if is_path else []
+
+
+def prompt_files(wildcards):
+    task = PROMPTS[wildcards.prompts]["task"]
+    return [
+        task[key] for key in ("train_file", "heldout_file") if task[key] is not None
+    ]
+
+
+# The chain of iterations.
+def before(path):
+    """`path` in the iteration before the job's own."""
+    return lambda wildcards: path.format(
+        run=wildcards.run, iteration=f"{int(wildcards.iteration) - 1:04d}"
+    )
+
+
+def where(is_needed, path):
+    """`path` of the job's own iteration, where the run needs it at all."""
+
+    def choose(wildcards):
+        return path.format(**wildcards) if is_needed(run_of(wildcards)) else []
+
+    return choose
+
+
+def passed_checks(wildcards):
+    """No weight leaves an iteration that failed its checks; version 0 comes from no iteration."""
+    if int(wildcards.iteration) == 0:
+        return []
+    return f"results/{wildcards.run}/{wildcards.iteration}/checks.json"
+
+
+def has_reference(run):
+    return run["algorithm"]["kl"]["coefficient"] > 0
+
+
+def has_policy_logprobs(run):
+    """Whether the update's anchor differs from the policy at its start."""
+    is_cast = run["rollout"]["dtype"] not in ("same", run["model"]["dtype"])
+    return run["learner"]["updates_per_batch"] > 1 or is_cast
+
+
+def kept_versions_of(run):
+    """The policy versions that stay on disk once their readers are done."""
+    last = run["iterations"]
+    return [f"{n:04d}" for n in range(last + 1) if is_kept(run["keep"], n, last)]
+
+
+def kept_versions():
+    """Matches a run's name only in front of a version that the run keeps."""
+    folders = [
+        f"{re.escape(name)}/(?:{any_of(kept_versions_of(run))})"
+        for name, run in RUNS.items()
+    ]
+    return f"(?=(?:{'|'.join(folders)})/)(?:{any_of(RUNS)})"
+
+
+wildcard_constraints:
+    run=any_of(RUNS),
+    iteration="[0-9]{4}",
+    model="[a-z0-9-]+",
+    prompts="[a-z0-9_-]+",
+    evaluation="[a-z0-9-]+",

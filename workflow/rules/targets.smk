@@ -1,0 +1,82 @@
+# What a complete set of runs consists of, and how the report describes it.
+
+
+def iterations_of(run):
+    return range(1, run["iterations"] + 1)
+
+
+def tables_of(name, run):
+    """Every table of a run, in the order of its iterations."""
+    stems = ["rollouts.parquet", "rewards.parquet", "advantages.parquet"]
+    stems += ["reference.parquet"] * has_reference(run)
+    stems += ["policy_logprobs.parquet"] * has_policy_logprobs(run)
+    stems += ["update.json", "checks.json"]
+    for n in iterations_of(run):
+        yield from (f"results/{name}/{n:04d}/{stem}" for stem in stems)
+        if is_evaluated(run["evaluation"]["every"], n, run["iterations"]):
+            yield f"results/{name}/{n:04d}/evaluation.parquet"
+
+
+def versions_of(name, run):
+    """The policy versions that a run keeps, and their weights."""
+    for version in kept_versions_of(run):
+        yield from (
+            f"results/{name}/{version}/policy",
+            f"results/{name}/{version}/weights",
+        )
+
+
+def all_targets(wildcards):
+    targets = []
+    for name, run in RUNS.items():
+        targets += tables_of(name, run)
+        targets += versions_of(name, run)
+        targets += [f"results/{name}/metrics.parquet"]
+    if SWEEP:
+        targets.append(f"results/comparisons/{SWEEP}/final.csv")
+    return targets
+
+
+def comparison_config(wildcards):
+    """Each run's seed and the settings in which the runs of the sweep differ."""
+    flat = {name: dict(leaves(run)) for name, run in RUNS.items()}
+    first = next(iter(flat.values()))
+    varying = [
+        key for key in first if any(run.get(key) != first[key] for run in flat.values())
+    ]
+    chosen = {
+        name: {key: run.get(key) for key in {*varying, "seed"} - {"run"}}
+        for name, run in flat.items()
+    }
+    config = stage_config({}, "compare_runs") | {
+        "sweep": wildcards.sweep,
+        "runs": chosen,
+    }
+    return json.dumps(config, sort_keys=True)
+
+
+def leaves(config, prefix=""):
+    """(dotted key, value) of everything in a config."""
+    for key, value in config.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def figure(name):
+    """A figure of a run that goes into Snakemake's report too."""
+    return report(
+        f"results/{{run}}/report/{name}.svg",
+        caption=f"../report/{name}.rst",
+        category="{run}",
+        labels={"figure": name.replace("_", " ")},
+    )
+
+
+FIGURES = "learning_curve reward_spread kl entropy completion_length logprob_drift stage_seconds"
+
+
+def in_iterations(name, path):
+    """An input that the stage looks up in every iteration's folder: too many for a command line."""
+    return f" --input '{name}=results/{{wildcards.run}}/{{{{iteration}}}}/{path}'"
