@@ -53,7 +53,9 @@ def expand(config: Mapping, folder: Path = Path(".")) -> dict[str, dict]:
     runs = {}
     for settings, run in _sweep(config, folder):
         if run in runs:
-            raise MeshdialError(f"sweep: two runs are called {run!r}; give the settings other names")
+            raise MeshdialError(
+                f"sweep: two runs are called {run!r}; give the settings other names"
+            )
         merged = _with_settings(_without(config, "sweep"), settings) | {"run": run}
         runs[run] = complete(merged, name=f"run {run}")
     return runs
@@ -79,13 +81,19 @@ def sweep_name(config: Mapping) -> str | None:
 
 def _sweep(config: Mapping, folder: Path) -> Iterator[tuple[dict, str]]:
     sweep = config["sweep"]
-    if not isinstance(sweep, Mapping) or set(sweep) - set(SWEEP_KEYS) or not set(sweep) & {"grid", "runs"}:
+    if (
+        not isinstance(sweep, Mapping)
+        or set(sweep) - set(SWEEP_KEYS)
+        or not set(sweep) & {"grid", "runs"}
+    ):
         raise MeshdialError(f"sweep: expected the keys base and grid or runs, found {_keys(sweep)}")
     base = read(folder / sweep["base"]) if "base" in sweep else {}
     prefix = config.get("run", base.get("run", "sweep"))
     for choice in _choices(sweep):
         named = dict(choice)
-        label = named.pop("name", None) or "_".join(f"{_last(k)}-{_word(v)}" for k, v in named.items())
+        label = named.pop("name", None) or "_".join(
+            f"{_last(k)}-{_word(v)}" for k, v in named.items()
+        )
         yield _with_settings(base, named), f"{prefix}_{label}"
 
 

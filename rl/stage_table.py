@@ -18,7 +18,9 @@ class StageSpec:
     keys: tuple[str, ...]
 
 
-SAMPLING = tuple(f"rollout.{key}" for key in ("max_tokens", "temperature", "top_k", "top_p", "min_p", "stop"))
+SAMPLING = tuple(
+    f"rollout.{key}" for key in ("max_tokens", "temperature", "top_k", "top_p", "min_p", "stop")
+)
 
 STAGES = {
     "init_policy": StageSpec(1, ("model",)),
@@ -43,7 +45,15 @@ STAGES = {
     ),
     "check_iteration": StageSpec(1, ("checks",)),
     "evaluate_policy": StageSpec(
-        1, ("lora", "evaluation.temperature", "evaluation.max_prompts", "rollout.max_tokens", "rollout.stop", "reward")
+        1,
+        (
+            "lora",
+            "evaluation.temperature",
+            "evaluation.max_prompts",
+            "rollout.max_tokens",
+            "rollout.stop",
+            "reward",
+        ),
     ),
     "report_run": StageSpec(1, ("iterations", "evaluation.every", "metrics")),
     "compare_runs": StageSpec(1, ()),

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 
 from rl.artifacts import MANIFEST, content_id, read_json
 from rl.checkpoint import restore_policy
+from rl.context import Context
 from rl.errors import MeshdialError
 from rl.models.families import model_config, read_config, read_model
 from rl.models.spec import ModelConfig, ModelSpec, Parameters
@@ -93,8 +94,16 @@ class Memory:
 
     def _bytes(self) -> int:
         # Aliases share their arrays, so that each array counts once.
-        arrays = {id(leaf): leaf.nbytes for leaf in jax.tree.leaves([_arrays(e) for e in self.entries.values()])}
+        arrays = {
+            id(leaf): leaf.nbytes
+            for leaf in jax.tree.leaves([_arrays(e) for e in self.entries.values()])
+        }
         return sum(arrays.values())
+
+
+def memory_of(context: Context) -> Memory:
+    """The memory of the process that runs a stage."""
+    return context.memory.setdefault("weights", Memory())
 
 
 def _arrays(entry: Any) -> Any:
@@ -116,7 +125,9 @@ def base_facts(folder: Path) -> tuple[ModelConfig, dict]:
     return model_config(read_config(folder), folder / "config.json"), read_json(folder / MANIFEST)
 
 
-def load_base(memory: Memory, folder: Path, dtype: str | None = None, is_private: bool = False) -> Base:
+def load_base(
+    memory: Memory, folder: Path, dtype: str | None = None, is_private: bool = False
+) -> Base:
     """A shared model on the mesh; its values must have the content id that its manifest states.
 
     `dtype` casts it. `is_private` gives arrays of the caller's own, which it may overwrite.
@@ -129,7 +140,9 @@ def load_base(memory: Memory, folder: Path, dtype: str | None = None, is_private
         return held
     config, arrays = read_model(folder)
     if content_id(arrays) != identity:
-        raise MeshdialError(f"{folder} is damaged: its weights do not match the content id in its manifest")
+        raise MeshdialError(
+            f"{folder} is damaged: its weights do not match the content id in its manifest"
+        )
     parameters = {name: jnp.asarray(array, wanted) for name, array in arrays.items()}
     base = Base(config, parameters, wanted, identity)
     if not is_private:
@@ -187,16 +200,20 @@ def rollout_policy(job: Request, memory: Memory) -> RolloutPolicy:
     if "weights" not in job.inputs:
         base = load_base(memory, base_folder)
         sync = {"outcome": "base", "bytes_moved": 0}
-        return RolloutPolicy(ModelSpec(config, None, base.dtype), {}, base.parameters, 0, base.content_id, sync)
+        return RolloutPolicy(
+            ModelSpec(config, None, base.dtype), {}, base.parameters, 0, base.content_id, sync
+        )
     manifest = read_manifest(job.input("weights"))
     spec = job.spec(config, manifest["dtype"])
-    trainable, sync = synced(memory, job.input("weights"), spec)
+    trainable, sync = synced(memory, job.input("weights"), spec, base_manifest["content_id"])
     frozen = _frozen(memory, base_folder, spec)
     return RolloutPolicy(spec, trainable, frozen, manifest["version"], manifest["content_id"], sync)
 
 
-def synced(memory: Memory, folder: Path, spec: ModelSpec) -> tuple[Parameters, dict]:
-    """(the parameters that an export states, what getting them cost)."""
+def synced(
+    memory: Memory, folder: Path, spec: ModelSpec, base_content_id: str
+) -> tuple[Parameters, dict]:
+    """(the parameters that an export of a policy on this base states, what getting them cost)."""
     started = time.perf_counter()
     manifest = read_manifest(folder)
     identity = manifest["content_id"]
@@ -209,7 +226,7 @@ def synced(memory: Memory, folder: Path, spec: ModelSpec) -> tuple[Parameters, d
             parameters = {name: value.astype(spec.dtype) for name, value in source.items()}
         else:
             outcome = "load"
-            loaded = load_weights(folder, spec)
+            loaded = load_weights(folder, spec, base_content_id=base_content_id)
             parameters = {name: jnp.asarray(value) for name, value in loaded.items()}
             moved = read = nbytes(parameters)
         memory.put(parameters, "parameters", identity)
@@ -229,6 +246,7 @@ def nbytes(parameters: Mapping[str, jax.Array]) -> int:
 
 def cast(parameters: Parameters, dtype: str) -> Parameters:
     """The parameters in the rollout's dtype; the very same arrays where it is theirs."""
-    return {name: value if value.dtype == dtype else value.astype(dtype) for name, value in parameters.items()}
-
-
+    return {
+        name: value if value.dtype == dtype else value.astype(dtype)
+        for name, value in parameters.items()
+    }

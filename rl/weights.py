@@ -68,29 +68,19 @@ def export_weights(
     One tensor at a time is copied to the host. The same parameters give the same bytes.
     """
     tensors = {name: _cast(trainable[name], spec.dtype) for name in trainable_names(spec)}
-    described_tensors = {name: described(np.asarray(tensors[name])) for name in tensors}
     manifest = {
         **(manifest_extra or {}),
-        "kind": "weights",
-        "format": FORMAT,
+        **_described_weights(spec, tensors),
         "version": version,
         "parent": parent,
-        "content_id": id_of_blocks(described_tensors),
         "source_content_id": source_content_id or content_id(trainable),
-        "dtype": spec.dtype,
         "base_content_id": artifact_id(base),
-        "model": spec.config.to_hf(),
-        "lora": _lora_record(spec),
-        "tensors": described_tensors,
     }
     with publisher.directory(path) as folder:
         if spec.lora:
             _write_adapter(folder, spec, tensors, base_path)
         else:
-            values = read_config(Path(base))
-            token_ids = {key: values.get(key) for key in TOKEN_ID_KEYS}
-            files = read_tokenizer_files(Path(base))
-            write_model(folder, spec.config, tensors, files, spec.dtype, token_ids)
+            _write_full(folder, spec, tensors, Path(base))
         write_json(Publisher(), folder / MANIFEST, manifest)
     return manifest
 
@@ -148,6 +138,20 @@ def _cast(array: Any, dtype: str) -> LazyTensor:
     )
 
 
+def _described_weights(spec: ModelSpec, tensors: Mapping[str, LazyTensor]) -> dict:
+    """What the manifest says of the weights themselves."""
+    described_tensors = {name: described(np.asarray(tensor)) for name, tensor in tensors.items()}
+    return {
+        "kind": "weights",
+        "format": FORMAT,
+        "content_id": id_of_blocks(described_tensors),
+        "dtype": spec.dtype,
+        "model": spec.config.to_hf(),
+        "lora": _lora_record(spec),
+        "tensors": described_tensors,
+    }
+
+
 def _lora_record(spec: ModelSpec) -> dict | None:
     if spec.lora is None:
         return None
@@ -156,6 +160,16 @@ def _lora_record(spec: ModelSpec) -> dict | None:
         "alpha": spec.lora.alpha,
         "targets": sorted(spec.lora.targets),
     }
+
+
+def _write_full(
+    folder: Path, spec: ModelSpec, tensors: Mapping[str, LazyTensor], base: Path
+) -> None:
+    """A whole model, with the base's tokenizer."""
+    values = read_config(base)
+    token_ids = {key: values.get(key) for key in TOKEN_ID_KEYS}
+    files = read_tokenizer_files(base)
+    write_model(folder, spec.config, tensors, files, spec.dtype, token_ids)
 
 
 def _write_adapter(

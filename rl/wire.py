@@ -34,7 +34,9 @@ class Channel:
             return False
         return True
 
-    def receive(self, wait_s: float | None, check: Callable[[], None] = lambda: None) -> dict | None:
+    def receive(
+        self, wait_s: float | None, check: Callable[[], None] = lambda: None
+    ) -> dict | None:
         """The next message, or None when the other end is closed; `check` is called meanwhile.
 
         TimeoutError after `wait_s` seconds.

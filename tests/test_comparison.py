@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from rl.artifacts import SCHEMAS, Publisher, make_table
+from rl.artifacts import SCHEMAS, make_table
 from rl.errors import MeshdialError
 from rl.report.comparison import (
     Run,
@@ -16,7 +16,7 @@ from rl.report.comparison import (
     group_runs,
 )
 from rl.report.intervals import wilson_interval
-from rl.report.page import comparison_html, write_comparison
+from rl.report.page import comparison_html
 
 
 def run(name, seed, rate, evaluations, rewards=(), **more):
@@ -198,12 +198,3 @@ def test_settings_are_escaped():
     page = comparison_html(comparison_rows(groups), b"<svg></svg>", "t")
     assert "<script>" not in page
     assert "<script>" in Cells(page).cells
-
-
-def test_write_comparison_writes_three_files(tmp_path):
-    paths = {name: tmp_path / f"comparison.{name}" for name in ("svg", "csv", "html")}
-    write_comparison(Publisher(), paths, sweep(), "Comparison")
-    groups = group_runs(sweep())
-    assert paths["svg"].read_bytes() == comparison_svg(groups)
-    assert paths["csv"].read_text() == comparison_csv(comparison_rows(groups))
-    assert "Comparison" in paths["html"].read_text()

@@ -78,6 +78,8 @@ def test_an_absurd_ratio_has_a_finite_loss_and_gradient(advantage, log_ratio):
 
 def test_off_policy_weight_is_capped_and_a_constant():
     proximal, rollout = jnp.log(jnp.array([0.5, 0.2, 0.9])), jnp.log(jnp.array([0.25, 0.4, 0.1]))
-    np.testing.assert_allclose(off_policy_weight(proximal, rollout, 3.0), [2.0, 0.5, 3.0], rtol=1e-6)
+    np.testing.assert_allclose(
+        off_policy_weight(proximal, rollout, 3.0), [2.0, 0.5, 3.0], rtol=1e-6
+    )
     gradient = jax.grad(lambda p: off_policy_weight(p, rollout, 3.0).sum())(proximal)
     np.testing.assert_array_equal(gradient, 0.0)

@@ -9,7 +9,7 @@ import pytest
 
 from rl.artifacts import SCHEMAS, Publisher, make_table
 from rl.errors import MeshdialError
-from rl.report.sinks import send_to_wandb, write_tensorboard
+from rl.report.sinks import check_sink, send_to_wandb, write_tensorboard
 
 ROWS = [
     ("addition", 0, "evaluate_policy", "accuracy", 0.25),
@@ -125,6 +125,7 @@ def test_wandb_gets_one_record_an_iteration_in_order(tmp_path, monkeypatch):
     [
         ("tensorboardX", "tensorboard", lambda to: write_tensorboard(Publisher(), to, METRICS)),
         ("wandb", "wandb", lambda to: send_to_wandb(METRICS, {}, to)),
+        ("wandb", "wandb", lambda to: check_sink("wandb")),
     ],
 )
 def test_a_missing_extra_is_one_sentence_and_leaves_nothing(
@@ -138,3 +139,9 @@ def test_a_missing_extra_is_one_sentence_and_leaves_nothing(
         f"installed: pip install 'meshdial[{extra}]'."
     )
     assert list(tmp_path.iterdir()) == []
+
+
+def test_check_sink_asks_for_nothing_that_is_there(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace())
+    check_sink("wandb")
+    check_sink("none")

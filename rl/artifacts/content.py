@@ -80,7 +80,7 @@ def block_hashes(array: Any) -> list[str]:
 
 
 def host_array(array: Any) -> np.ndarray:
-    """The values of a NumPy or JAX array on the host: a view where they lie there, no lasting copy."""
+    """The values of a NumPy or JAX array on the host: a view where they are there."""
     return _reader(array)(0, array.shape[0] if array.ndim else 1)
 
 

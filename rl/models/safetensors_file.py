@@ -135,7 +135,7 @@ def _cast(path: Path, name: str, block: np.ndarray, dtype: np.dtype) -> np.ndarr
         cast = np.ascontiguousarray(block, dtype=dtype).reshape(-1)
     if not np.isfinite(cast).all():
         raise MeshdialError(
-            f"{path}: tensor {name} holds a value that is not finite, or beyond the range of {dtype}"
+            f"{path}: tensor {name} holds a value not finite, or beyond the range of {dtype}"
         )
     return cast
 

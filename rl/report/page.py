@@ -1,20 +1,10 @@
 """The comparison of a sweep as one HTML page that needs nothing else."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jinja2
 from markupsafe import Markup
-
-from rl.artifacts import Publisher
-from rl.report.comparison import (
-    Run,
-    comparison_csv,
-    comparison_rows,
-    comparison_svg,
-    group_runs,
-)
 
 HEADINGS = {
     "seeds": "seeds",
@@ -66,22 +56,6 @@ these prompts rather than for the whole task.</p>
 </body>
 </html>
 """
-
-
-def write_comparison(
-    publisher: Publisher, paths: Mapping[str, Path], runs: Sequence[Run], title: str
-) -> None:
-    """Write the comparison of these runs as `paths["svg"]`, `paths["csv"]` and `paths["html"]`."""
-    groups = group_runs(runs)
-    rows, svg = comparison_rows(groups), comparison_svg(groups)
-    contents = {
-        "svg": svg,
-        "csv": comparison_csv(rows).encode(),
-        "html": comparison_html(rows, svg, title).encode(),
-    }
-    for name, content in contents.items():
-        with publisher.file(paths[name]) as draft:
-            draft.write_bytes(content)
 
 
 def comparison_html(rows: Sequence[Mapping[str, Any]], svg: bytes, title: str) -> str:

@@ -1,6 +1,8 @@
 """The metrics table, sent on to TensorBoard or Weights & Biases. Both are optional extras."""
 
 import importlib
+import importlib.util
+import sys
 from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
@@ -20,7 +22,7 @@ def write_tensorboard(publisher: Publisher, folder: Path, metrics: pa.Table) -> 
     Event files carry the time and host of their writing, so the folder is a view of the run and not
     an artifact of it. Raises MeshdialError if the extra `tensorboard` is not installed.
     """
-    module = _extra("tensorboardX", "tensorboard")
+    module = _extra("tensorboard")
     with publisher.directory(folder) as draft, module.SummaryWriter(str(draft)) as writer:
         for row in metrics.to_pylist():
             tag = f"{row['stage']}/{row['name']}"
@@ -38,7 +40,7 @@ def send_to_wandb(
 
     Raises MeshdialError if the extra `wandb` is not installed.
     """
-    module = _extra("wandb", "wandb")
+    module = _extra("wandb")
     name = run_name(metrics)
     folder.mkdir(parents=True, exist_ok=True)
     settings = {"project": project, "name": name, "group": name, "dir": str(folder)}
@@ -49,13 +51,32 @@ def send_to_wandb(
         return run.url or ""
 
 
-def _extra(module: str, extra: str) -> ModuleType:
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name != module:
-            raise
-        raise MeshdialError(
-            f"metrics.sink is {extra}, which needs the package {module}, and that is not "
-            f"installed: pip install 'meshdial[{extra}]'."
-        ) from None
+def check_sink(sink: str) -> None:
+    """MeshdialError if `sink` (none, tensorboard or wandb) needs an extra that is not installed.
+
+    Cheap, so that a run can ask before it starts rather than when it reports.
+    """
+    if sink in MODULES and not _is_installed(MODULES[sink]):
+        raise _missing(sink)
+
+
+def _extra(sink: str) -> ModuleType:
+    check_sink(sink)
+    return importlib.import_module(MODULES[sink])
+
+
+def _is_installed(module: str) -> bool:
+    if module in sys.modules:
+        return sys.modules[module] is not None
+    return importlib.util.find_spec(module) is not None
+
+
+def _missing(sink: str) -> MeshdialError:
+    return MeshdialError(
+        f"metrics.sink is {sink}, which needs the package {MODULES[sink]}, and that is not "
+        f"installed: pip install 'meshdial[{sink}]'."
+    )
+
+
+# The package behind each sink; the extra of the distribution is called like the sink.
+MODULES = {"tensorboard": "tensorboardX", "wandb": "wandb"}

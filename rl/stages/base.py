@@ -11,7 +11,7 @@ from rl.models.spec import ModelSpec
 from rl.models.tokenizer import Tokenizer
 from rl.stages.request import Request
 from rl.stages.tokens import encode_prompts
-from rl.sync import load_base
+from rl.sync import load_base, memory_of
 from rl.tasks import iteration_window
 
 
@@ -32,7 +32,7 @@ def init_policy(job: Request, context: Context) -> str:
 def warm_start(job: Request, context: Context) -> str:
     """The model after supervised training on the task's own answers."""
     settings = job.config["warm_start"]
-    base = load_base(context.memory, job.input("model"), is_private=True)
+    base = load_base(memory_of(context), job.input("model"), is_private=True)
     tokenizer = Tokenizer.load(job.input("model"))
     prompts = read_table(job.input("prompts"), "prompts")
     tokens, answers = _answers(prompts, tokenizer, job.config["rollout.max_tokens"])
@@ -59,7 +59,9 @@ def warm_start(job: Request, context: Context) -> str:
             spec, trainable, {}, state, batch, optimizer, micro_batch_size=size
         )
         if number % 50 == 0:
-            context.progress(f"warm_start update {number}/{settings['updates']}, loss {figures['loss']:.3f}")
+            context.progress(
+                f"warm_start update {number}/{settings['updates']}, loss {figures['loss']:.3f}"
+            )
     _write_warm_model(job, context, trainable, base, settings)
     return f"{settings['updates']} updates, loss {figures['loss']:.3f}"
 

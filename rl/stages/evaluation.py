@@ -10,7 +10,7 @@ from rl.rollout.sampler import generate
 from rl.stages.experience import completion_table, sampling_config
 from rl.stages.request import Request
 from rl.stages.tokens import encode_prompts
-from rl.sync import rollout_policy
+from rl.sync import memory_of, rollout_policy
 
 SEED = 0
 
@@ -18,7 +18,7 @@ SEED = 0
 def evaluate_policy(job: Request, context: Context) -> str:
     """One completion of every held-out prompt, and whether it earned the full reward."""
     config = job.config
-    policy = rollout_policy(job, context.memory)
+    policy = rollout_policy(job, memory_of(context))
     tokenizer = Tokenizer.load(job.input("base"))
     prompts = read_table(job.input("prompts"), "prompts")
     prompts = prompts.slice(0, config["evaluation.max_prompts"])

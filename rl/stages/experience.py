@@ -1,6 +1,5 @@
 """Experience of one iteration: prompts, rollouts and their rewards."""
 
-
 import pyarrow as pa
 
 from rl.artifacts import (
@@ -17,7 +16,7 @@ from rl.rewards import score, scorer_hash
 from rl.rollout.sampler import Completion, SamplingConfig, generate
 from rl.stages.request import Request
 from rl.stages.tokens import encode_prompts
-from rl.sync import rollout_policy
+from rl.sync import memory_of, rollout_policy
 from rl.tasks import iteration_window, make_prompts
 
 RANDOM_SCHEME = "threefry: fold_in(seed, iteration, prompt, sample, position)"
@@ -35,7 +34,7 @@ def prepare_prompts(job: Request, context: Context) -> str:
 def generate_rollouts(job: Request, context: Context) -> str:
     """A group of completions for each prompt of this iteration's window."""
     config = job.config
-    policy = rollout_policy(job, context.memory)
+    policy = rollout_policy(job, memory_of(context))
     tokenizer = Tokenizer.load(job.input("base"))
     prompts = read_table(job.input("prompts"), "prompts")
     size = config["rollout.prompts_per_iteration"]
@@ -122,9 +121,13 @@ def score_rewards(job: Request, context: Context) -> str:
     block = job.config["reward"]
     rewards = score(rollouts, block["functions"], job.config["seed"], block["time_limit_s"])
     if rewards["sample_id"].to_pylist() != rollouts["sample_id"].to_pylist():
-        raise MeshdialError(f"{job.input('rollouts')}: the scorer returned other samples than it was given")
+        raise MeshdialError(
+            f"{job.input('rollouts')}: the scorer returned other samples than it was given"
+        )
     provenance = job.provenance(scorer=scorer_hash(block["functions"]))
-    write_table(Publisher(context.check_alive), job.outputs["rewards"], "rewards", rewards, provenance)
+    write_table(
+        Publisher(context.check_alive), job.outputs["rewards"], "rewards", rewards, provenance
+    )
     scored = rewards.filter(rewards["scored_ok"])
     mean = sum(scored["reward"].to_pylist()) / max(scored.num_rows, 1)
     failed = rewards.num_rows - scored.num_rows

@@ -11,7 +11,7 @@ from rl.learner import LossConfig, OptimizerConfig, update
 from rl.stages.policy import publish_policy
 from rl.stages.request import Request
 from rl.stages.tokens import lists, update_batch
-from rl.sync import load_policy
+from rl.sync import load_policy, memory_of
 
 
 def update_actor(job: Request, context: Context) -> str:
@@ -19,7 +19,7 @@ def update_actor(job: Request, context: Context) -> str:
     config = job.config
     rollouts = read_table(job.input("rollouts"), "rollouts")
     batch = update_batch(rollouts, config["rollout.temperature"], _columns(job))
-    policy = load_policy(job, context.memory, is_taken=True)
+    policy = load_policy(job, memory_of(context), is_taken=True)
     trainable, state, figures = update(
         policy.spec,
         policy.trainable,
@@ -112,7 +112,9 @@ def check_iteration(job: Request, context: Context) -> str:
 def _check_figures(job: Request, figures: dict, max_drift: float) -> None:
     for name, value in figures.items():
         if not math.isfinite(value):
-            raise MeshdialError(f"{job.input('figures')}: {name} is {value}, expected a finite number")
+            raise MeshdialError(
+                f"{job.input('figures')}: {name} is {value}, expected a finite number"
+            )
     drift = figures["logprob_drift_mean"]
     if drift > max_drift:
         raise MeshdialError(
@@ -124,7 +126,9 @@ def _check_figures(job: Request, figures: dict, max_drift: float) -> None:
 def _check_rollouts(job: Request, rollouts) -> None:
     """Every completion token is trained on, its end included, and there is no padding among them."""
     path = job.input("rollouts")
-    columns = [lists(rollouts, c) for c in ("completion_tokens", "completion_mask", "rollout_logprobs")]
+    columns = [
+        lists(rollouts, c) for c in ("completion_tokens", "completion_mask", "rollout_logprobs")
+    ]
     for row, (tokens, mask, logprobs) in enumerate(zip(*columns, strict=True)):
         if not len(tokens) == len(mask) == len(logprobs):
             raise MeshdialError(
@@ -132,7 +136,9 @@ def _check_rollouts(job: Request, rollouts) -> None:
                 f"completion_mask and {len(logprobs)} rollout_logprobs, expected one each"
             )
         if not mask[-1:].all() or not mask.any():
-            raise MeshdialError(f"{path}: completion_mask of row {row} drops the token that ends it")
+            raise MeshdialError(
+                f"{path}: completion_mask of row {row} drops the token that ends it"
+            )
     _check_finite(job, "rollouts", "rollout_logprobs", np.concatenate(columns[2]))
 
 

@@ -2,13 +2,13 @@
 
 import os
 
-from rl.checkpoint import save_policy
 from rl.artifacts import Publisher
+from rl.checkpoint import save_policy
 from rl.context import Context
 from rl.learner import OptimizerConfig, init_optimizer
 from rl.models.transformer import init_lora
 from rl.stages.request import Request
-from rl.sync import base_facts, cast, load_base, load_policy, nbytes, remember_policy
+from rl.sync import base_facts, cast, load_base, load_policy, memory_of, nbytes, remember_policy
 from rl.weights import export_weights
 
 
@@ -20,7 +20,7 @@ def start_policy(job: Request, context: Context) -> str:
     if spec.lora:
         trainable = init_lora(spec, job.config["seed"])
     else:
-        trainable = load_base(context.memory, folder, is_private=True).parameters
+        trainable = load_base(memory_of(context), folder, is_private=True).parameters
     state = init_optimizer(first_optimizer(job.config["optimizer.name"]), trainable)
     publish_policy(job, context, trainable, state, 0, None)
     count = sum(value.size for value in trainable.values())
@@ -53,13 +53,13 @@ def publish_policy(job: Request, context: Context, trainable, state, version: in
         {"version": version},
         job.provenance(version=version, parent=parent),
     )
-    remember_policy(context.memory, manifest, trainable, state)
+    remember_policy(memory_of(context), manifest, trainable, state)
     return manifest
 
 
 def sync_weights(job: Request, context: Context) -> str:
     """The trained parameters in the rollout's dtype: what another process needs of this version."""
-    policy = load_policy(job, context.memory)
+    policy = load_policy(job, memory_of(context))
     dtype = job.config["rollout.dtype"]
     dtype = policy.spec.dtype if dtype == "same" else dtype
     parameters = cast(policy.trainable, dtype)
@@ -75,7 +75,7 @@ def sync_weights(job: Request, context: Context) -> str:
         source_content_id=policy.content_id,
         version=policy.version,
     )
-    context.memory.put(parameters, "parameters", manifest["content_id"])
+    memory_of(context).put(parameters, "parameters", manifest["content_id"])
     job.costs_found["sync"] = {
         "outcome": "alias" if is_alias else "cast",
         "bytes_moved": 0,

@@ -26,9 +26,7 @@ def report_run(job: Request, context: Context) -> str:
     figures = {name: path for name, path in job.outputs.items() if name != "metrics"}
     write_figures(publisher, figures, metrics, timings)
     inputs = {f"{n:04d}/{name}": path for n in tables for name, path in tables[n].items()}
-    write_table(
-        publisher, job.outputs["metrics"], "metrics", metrics, job.provenance(inputs)
-    )
+    write_table(publisher, job.outputs["metrics"], "metrics", metrics, job.provenance(inputs))
     _send(job, publisher, metrics)
     for line in summary_lines(metrics, timings, job.outputs["learning_curve"]):
         context.progress(line)

@@ -9,19 +9,19 @@ from rl.learner import score_batch, slots
 from rl.models.spec import ModelSpec
 from rl.stages.request import Request
 from rl.stages.tokens import per_rollout, update_batch
-from rl.sync import load_base, load_policy
+from rl.sync import load_base, load_policy, memory_of
 
 
 def reference_logprobs(job: Request, context: Context) -> str:
     """Under the frozen base: the policy without its adapter."""
-    base = load_base(context.memory, job.input("base"))
+    base = load_base(memory_of(context), job.input("base"))
     spec = ModelSpec(base.config, None, base.dtype)
     return _write_logprobs(job, context, "reference", spec, {}, base.parameters)
 
 
 def policy_logprobs(job: Request, context: Context) -> str:
     """Under policy n-1, the anchor of the update's ratio."""
-    policy = load_policy(job, context.memory)
+    policy = load_policy(job, memory_of(context))
     return _write_logprobs(
         job, context, "policy_logprobs", policy.spec, policy.trainable, policy.frozen
     )

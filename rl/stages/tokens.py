@@ -11,12 +11,12 @@ from rl.learner import UpdateBatch, pack
 from rl.models.tokenizer import Tokenizer
 
 
-def encode_prompts(
-    prompts: pa.Table, tokenizer: Tokenizer
-) -> tuple[list[str], list[list[int]]]:
+def encode_prompts(prompts: pa.Table, tokenizer: Tokenizer) -> tuple[list[str], list[list[int]]]:
     """(text, tokens) of each prompt; a conversation goes through the tokenizer's chat template."""
     texts = [
-        tokenizer.render_chat(json.loads(row["messages"])) if row["prompt"] is None else row["prompt"]
+        tokenizer.render_chat(json.loads(row["messages"]))
+        if row["prompt"] is None
+        else row["prompt"]
         for row in prompts.select(["prompt", "messages"]).to_pylist()
     ]
     return texts, [tokenizer.encode(text) for text in texts]
@@ -53,7 +53,9 @@ def update_batch(
     )
 
 
-def per_rollout(values_PGT: np.ndarray, rollouts: pa.Table, slots_PG: np.ndarray) -> Sequence[np.ndarray]:
+def per_rollout(
+    values_PGT: np.ndarray, rollouts: pa.Table, slots_PG: np.ndarray
+) -> Sequence[np.ndarray]:
     """Values by group back in the rows of the rollout table, without padding."""
     lengths = [len(tokens) for tokens in lists(rollouts, "completion_tokens")]
     rows: list = [None] * len(lengths)
