@@ -154,7 +154,7 @@ def run_warm(request: dict, log: StageLog) -> dict:
     check = liveness.watch(request["parent"])
     place = runtime.place_of(request["cwd"], request["layout"])
     for _ in range(MAX_LOST_WORKERS):
-        channel = reach_worker(place, check)
+        channel = reach_worker(place, request["fingerprint"], check)
         reply = converse(channel, request, log, check) if channel.send(request) else None
         channel.close()
         if reply is not None:
@@ -208,7 +208,7 @@ def log_tail(place: Place, offset: int) -> str:
     return "\n".join([f"last lines of {place.log}:", *(f"  {line}" for line in lines)])
 
 
-def reach_worker(place: Place, check: Callable[[], None]) -> Channel:
+def reach_worker(place: Place, fingerprint: str, check: Callable[[], None]) -> Channel:
     """A channel to the worker of `place`, which is started here if nobody else starts one."""
     deadline = time.monotonic() + runtime.seconds("MESHDIAL_WORKER_START_S")
     process = None
@@ -220,7 +220,7 @@ def reach_worker(place: Place, check: Callable[[], None]) -> Channel:
                 raise MeshdialError(f"the worker ended as it started (exit {status})\n{tail}")
             process = None  # another client has sent it away already
         if process is None and (lock := runtime.take_lock(place.lock)) is not None:
-            process = start_worker(place, lock)
+            process = start_worker(place, lock, fingerprint)
             os.close(lock)  # the worker holds it now
         if time.monotonic() > deadline:
             raise MeshdialError(
@@ -231,7 +231,7 @@ def reach_worker(place: Place, check: Callable[[], None]) -> Channel:
     return channel
 
 
-def start_worker(place: Place, lock: int):
+def start_worker(place: Place, lock: int, fingerprint: str):
     """Start a worker that inherits `lock`, this environment, and nothing else of this process."""
     import subprocess
 
@@ -241,7 +241,7 @@ def start_worker(place: Place, lock: int):
     paths = [own_code, environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     command = [sys.executable, "-u", "-P", "-m", "rl.worker", "--lock", str(lock)]
-    command += ["--mesh", place.layout]
+    command += ["--mesh", place.layout, "--fingerprint", fingerprint]
     if os.path.exists(place.log) and os.path.getsize(place.log) > MAX_LOG_BYTES:
         os.replace(place.log, place.log + ".old")
     with open(place.log, "ab") as log:

@@ -43,21 +43,22 @@ def complete(config: Mapping, name: str = "the config") -> dict:
 def expand(config: Mapping, folder: Path = Path(".")) -> dict[str, dict]:
     """The complete configs of all runs that `config` asks for, by run name.
 
-    A config with a `sweep` block (`base`: a config file; `grid`: key to list of values, or `runs`:
+    A config with a `sweep` block (`base`: a config file; `grid`: key to list of values; `runs`:
     list of key to value; keys are dotted) is one run for each combination, named after the values.
-    `folder` is what a relative `base` is relative to.
+    Keys beside the block hold for all of its runs. `folder` is what `base` is relative to.
     """
     if "sweep" not in config:
         filled = complete(config)
         return {filled["run"]: filled}
-    runs = {}
-    for settings, run in _sweep(config, folder):
+    sweep = _checked_sweep(config["sweep"])
+    base = read(folder / sweep["base"]) if "base" in sweep else {}
+    common = _with_settings(base, {key: value for key, value in config.items() if key != "sweep"})
+    runs: dict[str, dict] = {}
+    for settings, label in _choices(sweep):
+        run = f"{common.get('run', 'sweep')}_{label}"
         if run in runs:
-            raise MeshdialError(
-                f"sweep: two runs are called {run!r}; give the settings other names"
-            )
-        merged = _with_settings(_without(config, "sweep"), settings) | {"run": run}
-        runs[run] = complete(merged, name=f"run {run}")
+            raise MeshdialError(f"sweep: two runs are called {run!r}; name them apart")
+        runs[run] = complete(_with_settings(common, settings) | {"run": run}, f"run {run}")
     return runs
 
 
@@ -79,34 +80,39 @@ def sweep_name(config: Mapping) -> str | None:
     return config.get("run", "sweep") if "sweep" in config else None
 
 
-def _sweep(config: Mapping, folder: Path) -> Iterator[tuple[dict, str]]:
-    sweep = config["sweep"]
-    if (
-        not isinstance(sweep, Mapping)
-        or set(sweep) - set(SWEEP_KEYS)
-        or not set(sweep) & {"grid", "runs"}
-    ):
+def _checked_sweep(sweep: Any) -> Mapping:
+    keys = set(sweep) if isinstance(sweep, Mapping) else set()
+    if not keys & {"grid", "runs"} or keys - set(SWEEP_KEYS):
         raise MeshdialError(f"sweep: expected the keys base and grid or runs, found {_keys(sweep)}")
-    base = read(folder / sweep["base"]) if "base" in sweep else {}
-    prefix = config.get("run", base.get("run", "sweep"))
-    for choice in _choices(sweep):
-        named = dict(choice)
-        label = named.pop("name", None) or "_".join(
-            f"{_last(k)}-{_word(v)}" for k, v in named.items()
-        )
-        yield _with_settings(base, named), f"{prefix}_{label}"
+    return sweep
 
 
-def _choices(sweep: Mapping) -> list[dict]:
+def _choices(sweep: Mapping) -> Iterator[tuple[dict, str]]:
+    """(settings, label) of each run: every entry of `runs` at every point of the grid."""
     grid = sweep.get("grid", {})
     for key, values in grid.items():
         if not isinstance(values, list) or not values:
             raise MeshdialError(f"sweep: grid.{key} is {values!r}, expected a list of values")
-    points = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
     runs = sweep.get("runs", [{}])
     if not isinstance(runs, list) or not all(isinstance(run, Mapping) for run in runs):
         raise MeshdialError("sweep: runs is expected to be a list of mappings from key to value")
-    return [{**run, **point} for run in runs for point in points]
+    for run in runs:
+        for values in itertools.product(*grid.values()):
+            yield _choice(run, dict(zip(grid, values, strict=True)))
+
+
+def _choice(run: Mapping, point: Mapping) -> tuple[dict, str]:
+    settings = {key: value for key, value in run.items() if key != "name"}
+    named = ["name"] if "name" in run else list(settings)
+    words = [str(run[key]) if key == "name" else _label(key, run[key]) for key in named]
+    return settings | point, "_".join(words + [_label(key, value) for key, value in point.items()])
+
+
+def _label(dotted: str, value: Any) -> str:
+    """`algorithm.kl.coefficient`, 0.01 -> `coefficient-0.01`."""
+    text = format(value, "g") if isinstance(value, float) else str(value)
+    word = re.sub(r"[^a-z0-9.-]+", "-", text.lower()).strip("-") or "none"
+    return f"{dotted.rpartition('.')[2].replace('_', '-')}-{word}"
 
 
 def _with_settings(base: Mapping, settings: Mapping) -> dict:
@@ -122,19 +128,6 @@ def _with_settings(base: Mapping, settings: Mapping) -> dict:
         else:
             merged[key] = value
     return merged
-
-
-def _without(config: Mapping, key: str) -> dict:
-    return {k: v for k, v in config.items() if k != key}
-
-
-def _last(dotted: str) -> str:
-    return dotted.rpartition(".")[2].replace("_", "-")
-
-
-def _word(value: Any) -> str:
-    text = format(value, "g") if isinstance(value, float) else str(value)
-    return re.sub(r"[^a-z0-9.-]+", "-", text.lower()).strip("-") or "none"
 
 
 def _fill(value: Any, rules: Mapping) -> Any:
@@ -166,15 +159,15 @@ def _chosen(value: Any, rules: Mapping) -> Mapping:
 
 def _sentence(error: jsonschema.ValidationError) -> str:
     """What is wrong, in one sentence that names the key, what was found and what was expected."""
-    while error.context:
-        # A choice failed: the branch that got furthest is the one that was meant.
-        error = max(error.context, key=lambda inner: len(inner.absolute_path))
+    error = _meant(error)
     key = ".".join(str(part) for part in error.absolute_path)
     found = f"{error.instance!r:.60}"
     where = f"{key} is {found}" if key else "the top level"
     match error.validator:
         case "additionalProperties":
             return _unknown_key(error, key)
+        case "oneOf":
+            return f"{where}, expected {_one_of(_alternatives(error.validator_value))}"
         case "required":
             return f"the key {_dotted(key, _missing_key(error))} is missing"
         case "type":
@@ -190,12 +183,29 @@ def _sentence(error: jsonschema.ValidationError) -> str:
         case "maximum" | "exclusiveMaximum":
             bound = "at most" if error.validator == "maximum" else "less than"
             return f"{where}, expected {bound} {error.validator_value}"
+        case "minItems" | "maxItems":
+            return f"{where}, expected {error.validator_value} entries"
         case "pattern":
             return f"{where}, expected lower-case letters, digits, '.', '_' and '-'"
         case "not":
             return f"{where}, which is a reserved name"
         case _:
             return f"{where}: {error.message}"
+
+
+def _meant(error: jsonschema.ValidationError) -> jsonschema.ValidationError:
+    """Of a choice that failed, the error in the branch of the value's own type."""
+    if error.validator != "oneOf":
+        return error
+    right_type = [inner for inner in error.context if inner.validator not in ("type", "enum")]
+    return _meant(right_type[0]) if right_type else error
+
+
+def _alternatives(branches: list[Mapping]) -> list:
+    words: list = []
+    for branch in branches:
+        words += branch.get("enum", [branch.get("type", "object")])
+    return words
 
 
 def _unknown_key(error: jsonschema.ValidationError, parent: str) -> str:
@@ -240,7 +250,11 @@ def _conflicts(config: Mapping) -> Iterator[str]:
             "would be off-policy; set rollout.train_on_truncated: true to do it all the same"
         )
     if (model["source"] == "scratch") != (model["architecture"] is not None):
-        yield f"model.source is {model['source']!r}, which and model.architecture go together with 'scratch'"
+        yield (
+            f"model.source is {model['source']!r} and model.architecture is "
+            f"{'missing' if model['architecture'] is None else 'given'}; the source scratch needs "
+            "an architecture, and no other source takes one"
+        )
     optimizer = config["optimizer"]
     if optimizer["schedule"] != "constant" and optimizer["horizon"] is None:
         yield f"optimizer.schedule is {optimizer['schedule']}, which needs optimizer.horizon"
@@ -251,5 +265,8 @@ def _conflicts(config: Mapping) -> Iterator[str]:
         )
     task = config["task"]
     if (task["name"] == "table") != (task["train_file"] is not None):
-        yield f"task.name is {task['name']}, but task.train_file is {task['train_file']!r}: a table task reads a file"
+        yield (
+            f"task.name is {task['name']} and task.train_file is {task['train_file']!r}; the task "
+            "table reads a file, and no other task does"
+        )
     yield from check_dial(config["cluster"])

@@ -1,6 +1,7 @@
 """The locks of the devices that a worker uses, taken before its first stage and kept for life."""
 
 import os
+import threading
 import time
 from collections.abc import Callable
 
@@ -16,6 +17,7 @@ class Devices:
     def __init__(self, holder: dict):
         self._holder = holder
         self._locks: dict[str, int | None] = dict.fromkeys(runtime.device_locks())
+        self._open = threading.Lock()  # held while a lock's descriptor is used or closed
 
     def take(self, wait: Callable[[str], bool], question: dict) -> bool:
         """Hold every device. While another process has one, it is asked `question`, and
@@ -50,21 +52,24 @@ class Devices:
 
     def announce_retirement(self) -> None:
         """Tell those that wait that the devices come free once the running stage is over."""
-        self._holder = self._holder | {"is_retiring": True}
-        for lock in self._locks.values():
-            if lock is not None:
-                runtime.write_holder(lock, self._holder)
+        with self._open:
+            self._holder = self._holder | {"is_retiring": True}
+            for lock in self._locks.values():
+                if lock is not None:
+                    runtime.write_holder(lock, self._holder)
 
     def are_in_place(self) -> bool:
         """Whether the lock files that are held still carry their names."""
-        held = ((lock, path) for path, lock in self._locks.items() if lock is not None)
-        return all(runtime.is_at(lock, path) for lock, path in held)
+        with self._open:
+            held = [(lock, path) for path, lock in self._locks.items() if lock is not None]
+            return all(runtime.is_at(lock, path) for lock, path in held)
 
     def _release(self) -> None:
-        for path, lock in self._locks.items():
-            if lock is not None:
-                os.close(lock)
-            self._locks[path] = None
+        with self._open:
+            for path, lock in self._locks.items():
+                if lock is not None:
+                    os.close(lock)
+                self._locks[path] = None
 
 
 def _waiting_line(path: str, holder: dict, answer: dict) -> str:

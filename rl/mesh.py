@@ -18,15 +18,18 @@ def check_dial(cluster: Mapping) -> Iterator[str]:
             )
     for role, mesh in cluster["roles"].items():
         if mesh is not None and mesh not in meshes:
-            yield f"cluster.roles.{role} is {mesh!r}, expected a mesh of cluster.meshes ({', '.join(meshes)})"
+            yield f"cluster.roles.{role} is {mesh!r}, expected a mesh: {', '.join(meshes)}"
         elif mesh is None and len(meshes) > 1 and role != "critic":
             yield f"cluster.roles.{role} is missing, expected one of the meshes {', '.join(meshes)}"
     used = {mesh_of(cluster, role) for role in ROLES}
     if len(meshes) > 1 and len(used - {None}) > 1:
-        yield "cluster.roles uses more than one mesh; only the colocated dial (one mesh) exists so far"
+        yield "cluster.roles names several meshes; so far all roles share one (colocated)"
     for name, mesh in meshes.items():
         if mesh["devices"] > 1 and name in used:
-            yield f"cluster.meshes.{name}.devices is {mesh['devices']}; meshes of one device are all there is so far"
+            yield (
+                f"cluster.meshes.{name}.devices is {mesh['devices']}, expected 1: larger meshes "
+                "are not there yet"
+            )
 
 
 def mesh_of(cluster: Mapping, role: str) -> str | None:

@@ -168,23 +168,181 @@ class Worker:
         channel.close()
 
     def _attend(self, job: Job) -> None:
-        """Queue a job and stay until it is over; drop it if its client goes before its turn."""
+        """Queue a job and stay until it is over, or until its client goes before its turn."""
         job.tell("accepted")
-        with self.changed:
-            if not self.reason:
-                self.queue.append(job)
-                self.active = time.monotonic()
-                if job.workflow is not None and job.workflow not in self.workflows:
-                    self.workflows.append(job.workflow)
-                self.changed.notify_all()
+        if not self._enqueue(job):
+            job.tell(**self._sent_back())
+            return
         if self.notice:
             job.show(self.notice)
         while not job.is_over.wait(TICK_S):
-            with self.changed:
-                is_waiting = job in self.queue
-                if is_waiting and not self.reason and job.is_gone():
-                    self.queue.remove(job)
-            if job is not self.running and job not in self.queue:
-                break
-        if self.reason and not job.is_over.is_set():
+            if job.is_gone() and self._withdraw(job):
+                return
+
+    def _enqueue(self, job: Job) -> bool:
+        with self.changed:
+            if self.reason:
+                return False
+            self.queue.append(job)
+            self.active = time.monotonic()
+            if job.workflow is not None and job.workflow not in self.workflows:
+                self.workflows.append(job.workflow)
+            self.changed.notify_all()
+        return True
+
+    def _withdraw(self, job: Job) -> bool:
+        """Take a waiting job out of the queue; False if it is not waiting."""
+        with self.changed:
+            is_waiting = job in self.queue
+            if is_waiting:
+                self.queue.remove(job)
+        return is_waiting
+
+    def _answer(self, message: dict) -> dict:
+        """To `status`, `stop`, and `yield` of a worker that wants this one's device."""
+        with self.changed:
+            if message["op"] == "stop":
+                self.retire("it was told to stop")
+            elif message["op"] == "yield" and self._can_yield(message["workflows"]):
+                self.retire("another worker needs its device")
+            return {
+                "event": "retiring" if self.reason else "busy",
+                **self.identity,
+                "layout": self.place.layout,
+                "stage": self.running.request["stage"] if self.running else "",
+                "num_waiting": len(self.queue),
+                "idle_s": 0.0 if self.running else time.monotonic() - self.active,
+                "memory_bytes": resident_bytes(),
+            }
+
+    def _can_yield(self, theirs: list[dict]) -> bool:
+        """When idle: for long, or with no workflow of its own but those that wait for the device."""
+        if self.running or self.queue:
+            return False
+        own = [workflow for workflow in self.workflows if liveness.is_alive(workflow)]
+        is_long_idle = time.monotonic() - self.active >= self.yield_s
+        return is_long_idle or all(workflow in theirs for workflow in own)
+
+    # Retirement.
+    def retire(self, reason: str) -> None:
+        """Take up nothing more: the running stage is finished, the waiting ones are sent back."""
+        with self.changed:
+            if self.reason:
+                return
+            self.reason = reason
+            waiting, self.queue = self.queue, []
+            self.changed.notify_all()
+        self.devices.announce_retirement()
+        for job in waiting:
             job.tell(**self._sent_back())
+            job.is_over.set()
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(TICK_S)
+            with self.changed:
+                reason = self._reason_to_leave(time.monotonic())
+                if reason:
+                    self.retire(reason)
+            self._cut_off_abandoned()
+
+    def _reason_to_leave(self, now: float) -> str:
+        if not (self._is_socket_own() and self.devices.are_in_place()):
+            return "its files in the runtime folder were removed"
+        self._forget_ended_workflows(now)
+        is_busy = self.running is not None and not self.running.is_gone()
+        if is_busy or self.queue:
+            return ""
+        if self.workflows_ended is not None and now - self.workflows_ended >= self.linger_s:
+            return "its workflow has ended"
+        limit = self.idle_s if self.num_served else min(self.idle_s, FIRST_REQUEST_S)
+        is_idle = self.running is None and now - self.active >= limit
+        return f"it was idle for {limit:.0f} s" if is_idle else ""
+
+    def _forget_ended_workflows(self, now: float) -> None:
+        """Note since when there has been none, if there was one."""
+        had_any = bool(self.workflows)
+        self.workflows = [workflow for workflow in self.workflows if liveness.is_alive(workflow)]
+        if self.workflows:
+            self.workflows_ended = None
+        elif had_any:
+            self.workflows_ended = now
+
+    def _is_socket_own(self) -> bool:
+        try:
+            return os.path.samestat(self.socket_file, os.stat(self.place.socket))
+        except FileNotFoundError:
+            return False
+
+    def _cut_off_abandoned(self) -> None:
+        """End at once if a stage for which nobody waits does not stop: others may be waiting."""
+        job = self.running
+        if job and job.gone_since and time.monotonic() - job.gone_since > self.grace_s:
+            say(f"{job.request['stage']} goes on though nobody waits for it; this worker ends")
+            faulthandler.dump_traceback()
+            os._exit(1)
+
+
+def main() -> None:
+    """Serve the current directory and one layout, with a lock that the starting client took."""
+    parser = argparse.ArgumentParser(prog="python -m rl.worker", description=__doc__)
+    parser.add_argument("--lock", type=int, required=True, help="open descriptor of the lock")
+    parser.add_argument("--mesh", required=True, help="the device layout")
+    parser.add_argument("--fingerprint", required=True, help="of the client that starts it")
+    arguments = parser.parse_args()
+    faulthandler.enable()
+    os.set_inheritable(arguments.lock, False)
+    sys.path.append(os.getcwd())
+    place = runtime.place_of(os.getcwd(), arguments.mesh)
+    try:
+        worker = Worker(place, arguments.lock, arguments.fingerprint)
+        runtime.write_holder(arguments.lock, worker.identity)
+        runtime.configure_jax(runtime.parse_layout(arguments.mesh))
+    except MeshdialError as error:
+        sys.exit(str(error))
+    worker.serve()
+    say(f"leaves: {worker.reason}")
+    os._exit(0)  # what its stages left running must not keep the device
+
+
+def _listen(path: str) -> socket.socket:
+    """Listen at `path`; whatever lies there is a dead worker's, since this one has the lock."""
+    if os.path.exists(path):
+        os.unlink(path)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen(64)
+    listener.settimeout(TICK_S)
+    return listener
+
+
+def _start_thread(target: Callable[[], None]) -> threading.Thread:
+    """A thread without which the worker is of no use: if it breaks, the process ends."""
+
+    def work() -> None:
+        try:
+            target()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def resident_bytes() -> int:
+    """Memory that this process holds now; its peak where there is no /proc."""
+    if os.path.exists("/proc/self/statm"):
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def say(text: str) -> None:
+    """A line in the worker's log."""
+    print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} worker {os.getpid()}: {text}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -11,15 +11,18 @@ GROUPS = ["a", "a", "a", "a", "b", "b"]
 ALL_SCORED = [True] * 6
 
 
+A, B = np.sqrt(0.75), np.sqrt(0.5)
+
+
 @pytest.mark.parametrize(
     ("deviation", "expected"),
     [
         # Group a: mean 1/2, squares 4 * 1/4; group b: mean 2, squares 2 * 1.
         ("population", [1.0, -1.0, -1.0, 1.0, 1.0, -1.0]),
-        ("sample", [np.sqrt(0.75), -np.sqrt(0.75), -np.sqrt(0.75), np.sqrt(0.75)] + [0.5**0.5, -(0.5**0.5)]),
+        ("sample", [A, -A, -A, A, B, -B]),
         ("none", [0.5, -0.5, -0.5, 0.5, 1.0, -1.0]),
     ],
-)  # fmt: skip
+)
 def test_values(deviation, expected):
     advantages, is_degenerate = group_advantages(
         REWARDS, GROUPS, ALL_SCORED, deviation, epsilon=0.0

@@ -57,7 +57,7 @@ def test_verl_layout_is_read_unchanged(tmp_path, suffix):
     assert first.text is None
     assert list(first.messages) == VERL_ROWS[0]["prompt"]
     assert (first.ground_truth, second.ground_truth) == ("42", "2")
-    assert first.prompt_id == "openai/gsm8k/d93b2cd80ee5a2b9"
+    assert first.prompt_id == "openai/gsm8k/f0384a6c68e0954e"
     assert first.info == {
         "data_source": "openai/gsm8k",
         "ability": "math",
@@ -242,7 +242,7 @@ def test_unreadable_files(tmp_path, name, content, why):
 
 
 def test_a_missing_file_and_a_missing_option(tmp_path):
-    with pytest.raises(MeshdialError, match="nowhere.jsonl: no such file"):
+    with pytest.raises(MeshdialError, match=r"nowhere.jsonl: no such file"):
         made(str(tmp_path / "nowhere.jsonl"))
     with pytest.raises(MeshdialError, match=r"task.train_file is missing"):
         made(None)

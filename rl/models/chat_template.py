@@ -49,7 +49,7 @@ def render(
             add_generation_prompt=True,
             **named_tokens,
         )
-    except (jinja2.TemplateError, TypeError, KeyError) as error:
+    except (jinja2.TemplateError, TypeError, KeyError, ValueError, AttributeError) as error:
         raise MeshdialError(f"the chat template of {folder} refuses this chat: {error}") from error
 
 

@@ -198,7 +198,7 @@ def _stage_seconds(timings: pa.Table) -> Figure:
         places = np.searchsorted(iterations, chosen["iteration"].to_numpy())
         np.add.at(heights, places, chosen["value"].to_numpy())
         panel.bar(iterations, heights, 0.85, bottom, color=color, label=label, linewidth=0)
-        bottom += 0
+        bottom += heights
     handles, labels = panel.get_legend_handles_labels()
     # In the order of the stack, top first.
     figure.legend(handles[::-1], labels[::-1], loc="outside right upper")

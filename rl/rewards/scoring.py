@@ -109,11 +109,13 @@ def _total(functions: Sequence[RewardFunction], terms: Sequence[Score]) -> Score
     ]
     if failures:
         return Score(None, "; ".join(failures))
-    pairs = zip(functions, terms, strict=True)
-    products = [function.weight * term.value for function, term in pairs]
-    if not all(map(math.isfinite, products)) or not math.isfinite(total := math.fsum(products)):
-        return Score(None, "the weighted sum is not finite")
-    return Score(total)
+    products = (f.weight * term.value for f, term in zip(functions, terms, strict=True))
+    try:
+        # Not sum, which rounds differently from one Python version to another.
+        total = math.fsum(products)
+    except (OverflowError, ValueError):
+        total = math.inf
+    return Score(total) if math.isfinite(total) else Score(None, "the weighted sum is not finite")
 
 
 def _call_seed(seed: int, sample_id: str) -> int:

@@ -2,7 +2,7 @@
 
 1. A request names a stage, its slice of the config, its input and output paths.
 2. `run` imports the stage's module and calls the function of that name.
-3. The function reads its inputs, asks `rl.sync` for the weights it needs, and publishes its outputs.
+3. The function reads its inputs, asks `rl.sync` for weights, and publishes its outputs whole.
 4. `run` writes what the stage cost beside them, and says one line of what came of it.
 
 A request is a function of its inputs: what the process remembers only makes it faster.

@@ -68,7 +68,8 @@ def generate_rollouts(job: Request, context: Context) -> str:
         Publisher(context.check_alive), job.outputs["rollouts"], "rollouts", table, provenance
     )
     count = sum(len(c.tokens) for group in groups for c in group)
-    return f"{table.num_rows} rollouts of policy {policy.version}, mean length {count / table.num_rows:.1f}"
+    mean_length = count / table.num_rows
+    return f"{table.num_rows} rollouts of policy {policy.version}, mean length {mean_length:.1f}"
 
 
 def sampling_config(config, temperature: float) -> SamplingConfig:

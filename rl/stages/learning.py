@@ -124,7 +124,7 @@ def _check_figures(job: Request, figures: dict, max_drift: float) -> None:
 
 
 def _check_rollouts(job: Request, rollouts) -> None:
-    """Every completion token is trained on, its end included, and there is no padding among them."""
+    """One mask bit and one log-probability a token, and the token that ends it trained on."""
     path = job.input("rollouts")
     columns = [
         lists(rollouts, c) for c in ("completion_tokens", "completion_mask", "rollout_logprobs")

@@ -82,4 +82,5 @@ def sync_weights(job: Request, context: Context) -> str:
         "bytes_written": nbytes(parameters),
         "dtype": dtype,
     }
-    return f"{'alias, 0 bytes moved' if is_alias else f'cast to {dtype}'}, {nbytes(parameters) / 1e6:.1f} MB exported"
+    outcome = "alias, 0 bytes moved" if is_alias else f"cast to {dtype}"
+    return f"{outcome}, {nbytes(parameters) / 1e6:.1f} MB exported"

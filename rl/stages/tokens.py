@@ -1,5 +1,6 @@
 """Between tables and the model: prompts become tokens once, rollouts become an update batch."""
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 
@@ -27,7 +28,7 @@ def lists(table: pa.Table, column: str) -> list[np.ndarray]:
     array = table[column].combine_chunks()
     offsets = array.offsets.to_numpy()
     values = array.values.to_numpy(zero_copy_only=False)
-    return [values[a:b] for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
+    return [values[a:b] for a, b in itertools.pairwise(offsets)]
 
 
 def update_batch(

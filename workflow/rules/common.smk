@@ -10,6 +10,7 @@ from rl.config import expand as expand_runs
 from rl.config import sweep_name
 from rl.errors import MeshdialError
 from rl.mesh import layout
+from rl.report.sinks import check_sink
 from rl.schedule import is_evaluated, is_kept
 from rl.stage_table import stage_config
 from rl.workflow import enter_workflow
@@ -23,6 +24,8 @@ try:
     RUNS = expand_runs(
         config, Path(CONFIGFILES[-1]).parent if CONFIGFILES else Path("configs")
     )
+    for run in RUNS.values():
+        check_sink(run["metrics"]["sink"])
 except MeshdialError as error:
     raise WorkflowError(str(error)) from None
 RUN_ORDER = list(RUNS)

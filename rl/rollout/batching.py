@@ -1,0 +1,54 @@
+"""Which samples run together, and in which shapes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples first_sample to first_sample + num_samples - 1 of the groups of some prompts."""
+
+    prompts: tuple[int, ...]
+    first_sample: int
+    num_samples: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every batch runs as [num_prompts, group_size] rows, some of them unused."""
+
+    batches: tuple[Batch, ...]
+    num_prompts: int
+    group_size: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_prompts * self.group_size
+
+
+def plan_batches(prompt_lengths: Sequence[int], group_size: int, max_rows: int) -> Plan:
+    """Batches of at most `max_rows` rows, of prompts of like length, as even as they come.
+
+    A group stays whole, so that its prompt is computed once, unless it alone exceeds `max_rows`.
+    """
+    order = sorted(range(len(prompt_lengths)), key=lambda i: prompt_lengths[i])
+    if group_size > max_rows:
+        part = _even(group_size, max_rows)
+        firsts = range(0, group_size, part)
+        batches = [Batch((i,), j, min(part, group_size - j)) for i in order for j in firsts]
+        return Plan(tuple(batches), 1, part)
+    size = _even(len(order), max_rows // group_size)
+    batches = [Batch(tuple(order[i : i + size]), 0, group_size) for i in range(0, len(order), size)]
+    return Plan(tuple(batches), size, group_size)
+
+
+def _even(num_items: int, most: int) -> int:
+    """The size of the parts, where `num_items` are split into as few as `most` a part allows."""
+    num_parts = -(-num_items // most)
+    return -(-num_items // max(num_parts, 1))
+
+
+def bucket(length: int) -> int:
+    """The padded length: a multiple of 8 to 64, then four sizes an octave, so few are compiled."""
+    size = max(8, 2 ** ((max(length, 1) - 1).bit_length() - 3))
+    return -(-length // size) * size

@@ -1,0 +1,127 @@
+"""The two compiled programs of a rollout: compute the prompts, and decode some tokens a row."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from rl.models.spec import ModelSpec, Parameters
+from rl.models.transformer import Cache, decode_logits, empty_own_cache, prefill
+from rl.rollout.sampling import SamplingNumbers, position_uniforms, row_keys, sample_tokens
+
+MAX_STEPS = 8
+"""Most decode steps of one dispatch. How many are taken is a number, not a shape."""
+
+
+class Draws(NamedTuple):
+    """Sampled tokens and their log-probabilities, whole and truncated, all of one shape."""
+
+    tokens: jax.Array
+    logprobs: jax.Array
+    sampling_logprobs: jax.Array
+
+
+class Prefilled(NamedTuple):
+    """What stays on the device from a batch's prompts."""
+
+    cache: Cache
+    lengths_P: jax.Array
+    keys_PG: jax.Array
+
+
+class SampleKeys(NamedTuple):
+    """What names each sample's random stream."""
+
+    seed: jax.Array | int
+    iteration: jax.Array | int
+    prompt_numbers_P: jax.Array
+    samples_PG: jax.Array
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "num_slots"))
+def start(
+    spec: ModelSpec,
+    trainable: Parameters,
+    frozen: Parameters,
+    prompt_tokens_PT: jax.Array,
+    prompt_lengths_P: jax.Array,
+    sample_keys: SampleKeys,
+    sampling: SamplingNumbers,
+    num_slots: int,
+) -> tuple[Prefilled, Cache, Draws]:
+    """Compute each prompt once; draw the first token of every row: Draws of [P, G]."""
+    logits_PV, cache = prefill(spec, trainable, frozen, prompt_tokens_PT, prompt_lengths_P)
+    keys_PG = row_keys(*sample_keys)
+    P, G = keys_PG.shape
+    logits_PGV = jnp.broadcast_to(logits_PV[:, None, :], (P, G, logits_PV.shape[1]))
+    draws = _draw(logits_PGV, keys_PG, 0, sampling)
+    own_cache = empty_own_cache(spec, P, G, num_slots)
+    return Prefilled(cache, prompt_lengths_P, keys_PG), own_cache, draws
+
+
+@functools.partial(jax.jit, static_argnames=("spec",), donate_argnames=("own_cache",))
+def decode(
+    spec: ModelSpec,
+    trainable: Parameters,
+    frozen: Parameters,
+    prefilled: Prefilled,
+    own_cache: Cache,
+    sampling: SamplingNumbers,
+    eos_ids: jax.Array,
+    tokens_PG: jax.Array,
+    is_finished_PG: jax.Array,
+    index: jax.Array | int,
+    num_steps: jax.Array | int,
+) -> tuple[Cache, Draws, jax.Array]:
+    """Feed `tokens_PG`, each row's token number `index`, and draw up to `num_steps` more.
+
+    Returns the own cache, Draws of [MAX_STEPS, P, G] and how many steps were taken: fewer than
+    `num_steps` where every row is finished before, as given or by an end-of-text token.
+    """
+    shape = (MAX_STEPS, *tokens_PG.shape)
+    blank = Draws(jnp.zeros(shape, jnp.int32), jnp.zeros(shape), jnp.zeros(shape))
+
+    def is_open(state):
+        taken, _, _, is_finished_PG, _ = state
+        return (taken < num_steps) & ~jnp.all(is_finished_PG)
+
+    def step(state):
+        taken, own_cache, tokens_PG, is_finished_PG, outputs = state
+        logits_PGV, own_cache = decode_logits(
+            spec,
+            trainable,
+            frozen,
+            prefilled.cache,
+            prefilled.lengths_P,
+            own_cache,
+            tokens_PG,
+            index + taken,
+        )
+        draws = _draw(logits_PGV, prefilled.keys_PG, index + taken + 1, sampling)
+        is_end_PG = jnp.any(draws.tokens[:, :, None] == eos_ids[None, None, :], axis=-1)
+        outputs = Draws(
+            *(all_.at[taken].set(new) for all_, new in zip(outputs, draws, strict=True))
+        )
+        return taken + 1, own_cache, draws.tokens, is_finished_PG | is_end_PG, outputs
+
+    state = (jnp.int32(0), own_cache, tokens_PG, is_finished_PG, blank)
+    taken, own_cache, _, _, outputs = jax.lax.while_loop(is_open, step, state)
+    return own_cache, outputs, taken
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "num_slots"))
+def grow(spec: ModelSpec, own_cache: Cache, num_slots: int) -> Cache:
+    """The same own cache with room for more tokens a row."""
+    P, G = own_cache[0][0].shape[:2]
+    larger = empty_own_cache(spec, P, G, num_slots)
+    return jax.tree.map(
+        lambda to, old: jax.lax.dynamic_update_slice(to, old, (0,) * 5), larger, own_cache
+    )
+
+
+def _draw(logits_PGV, keys_PG, position, sampling) -> Draws:
+    uniforms_PG = position_uniforms(keys_PG.reshape(-1), position)
+    logits_PG_V = logits_PGV.reshape(-1, logits_PGV.shape[-1])
+    draws = sample_tokens(logits_PG_V, uniforms_PG, sampling)
+    return Draws(*(values_PG.reshape(keys_PG.shape) for values_PG in draws))

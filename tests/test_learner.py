@@ -1,0 +1,567 @@
+"""The learner on a model of two layers, against losses written out token by token."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl.errors import MeshdialError
+from rl.learner import (
+    LossConfig,
+    OptimizerConfig,
+    init_optimizer,
+    pack,
+    pack_supervised,
+    score_batch,
+    supervised_update,
+    unpack,
+    update,
+)
+from rl.learner.batch import bucket_length, divide
+from rl.learner.update import add_gradient, reinforcement_objective, sum_gradients
+from rl.models.spec import LoraConfig, ModelConfig, ModelSpec
+from rl.models.transformer import completion_logprobs, init_lora, init_parameters
+
+CONFIG = ModelConfig(
+    vocab_size=11,
+    hidden_size=8,
+    intermediate_size=12,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=4,
+    tie_word_embeddings=True,
+)
+FULL = ModelSpec(CONFIG)
+LORA = ModelSpec(CONFIG, LoraConfig(rank=2, alpha=4.0, targets=("q_proj", "down_proj")))
+LOSS = LossConfig(
+    clip_low=0.2,
+    clip_high=0.2,
+    kl_coefficient=0.0,
+    kl_estimator="k3",
+    entropy_coefficient=None,
+    off_policy_cap=None,
+    aggregation="token-mean",
+    max_tokens=8,
+)
+SGD = OptimizerConfig(
+    kind="sgd",
+    learning_rate=0.1,
+    schedule="constant",
+    warmup_updates=0,
+    schedule_updates=0,
+    beta1=0.9,
+    beta2=0.99,
+    epsilon=1e-8,
+    weight_decay=0.0,
+    clip_norm=None,
+)
+ADAM = replace(SGD, kind="adam", learning_rate=0.01)
+P, G = 4, 5
+
+
+def parameters(spec=LORA):
+    """Sharper than a fresh model, so that log-probabilities differ from token to token."""
+    base = {k: 20 * v if v.ndim == 2 else v for k, v in init_parameters(CONFIG, 0).items()}
+    if spec.lora is None:
+        return base, {}
+    keys = iter(jax.random.split(jax.random.key(1), 8))
+    shapes = {name: value.shape for name, value in init_lora(spec, 1).items()}
+    return {k: 0.3 * jax.random.normal(next(keys), shape) for k, shape in shapes.items()}, base
+
+
+def rollouts(seed=0, zero_groups=(1,)):
+    """Arguments of `pack`: P groups of G, advantages of `zero_groups` 0, one token masked."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 8, P * G)
+    group_ids = np.repeat(np.arange(P), G)
+    prompts = [rng.integers(0, 11, rng.integers(1, 8)).tolist() for _ in range(P)]
+    per_token = lambda: [(-3 * rng.random(n)).astype(np.float32) for n in lengths]  # noqa: E731
+    mask = [np.ones(n, bool) for n in lengths]
+    mask[np.argmax(lengths)][1] = False
+    advantages = rng.standard_normal(P * G) * ~np.isin(group_ids, zero_groups)
+    return {
+        "group_ids": group_ids.tolist(),
+        "prompt_tokens": [prompts[group] for group in group_ids],
+        "completion_tokens": [rng.integers(0, 11, n).tolist() for n in lengths],
+        "completion_mask": mask,
+        "advantages": advantages.astype(np.float32),
+        "rollout_logprobs": per_token(),
+        "proximal_logprobs": per_token(),
+        "reference_logprobs": per_token(),
+        "temperature": 0.8,
+    }
+
+
+def batch(**changes):
+    return pack(**{**rollouts(), **changes})
+
+
+ON_POLICY = {"proximal_logprobs": None, "reference_logprobs": None}
+EVERY_TERM = replace(LOSS, kl_coefficient=0.3, entropy_coefficient=0.05, off_policy_cap=1.5)
+
+
+def gradient(loss_config, packed, micro_batch_size, spec=LORA):
+    objective = reinforcement_objective(packed, loss_config)
+    return sum_gradients(
+        spec, *parameters(spec), packed, objective, micro_batch_size, lambda line: None
+    )
+
+
+def run(packed, loss_config=LOSS, optimizer=SGD, micro=20, updates=1, spec=LORA, **options):
+    trainable, frozen = parameters(spec)
+    state = init_optimizer(optimizer, trainable)
+    return update(
+        *(spec, trainable, frozen, state, packed, loss_config, optimizer, micro, updates), **options
+    )
+
+
+def flat(tree):
+    return np.concatenate([np.ravel(tree[name]) for name in sorted(tree)]).astype(np.float64)
+
+
+def assert_close(actual, expected, tolerance=1e-5):
+    actual, expected = flat(actual), flat(expected)
+    assert np.linalg.norm(expected) > 0
+    assert np.linalg.norm(actual - expected) <= tolerance * np.linalg.norm(expected)
+
+
+# The loss, its gradient and its figures, against an independent loop over rollouts
+
+
+@jax.jit
+def one_row(trainable, frozen, prompt, prompt_length, completion, length):
+    logprobs, entropy = completion_logprobs(
+        *(LORA, trainable, frozen, prompt[None], prompt_length[None]),
+        *(completion[None, None], length[None, None], 0.8),
+    )
+    return logprobs[0, 0], entropy[0, 0]
+
+
+def by_hand(trainable, frozen, data, config, is_on_policy):
+    """(loss, sums) with one forward pass a rollout and every formula spelled out: token-mean."""
+    loss, num_tokens, sums = 0.0, 0, dict.fromkeys(("clipped", "ratio", "entropy", "kl"), 0.0)
+    for row, tokens in enumerate(data["completion_tokens"]):
+        prompt = data["prompt_tokens"][row]
+        logprobs, entropy = one_row(
+            *(trainable, frozen, jnp.array(prompt + [0] * (8 - len(prompt))), len(prompt)),
+            *(jnp.array(tokens + [0] * (8 - len(tokens))), len(tokens)),
+        )
+        advantage = data["advantages"][row]
+        for t in np.flatnonzero(data["completion_mask"][row]):
+            fixed = jax.lax.stop_gradient(logprobs[t])
+            proximal = fixed if is_on_policy else data["proximal_logprobs"][row][t]
+            weight = 1.0
+            if config.off_policy_cap is not None:
+                ratio = jnp.exp(proximal - data["rollout_logprobs"][row][t])
+                weight = jnp.minimum(ratio, config.off_policy_cap)
+            ratio = jnp.exp(logprobs[t] - proximal)
+            bounded = jnp.clip(ratio, 0.8, 1.2)
+            policy_loss = -jnp.minimum(ratio * advantage, bounded * advantage)
+            d = logprobs[t] - data["reference_logprobs"][row][t]
+            kl_gradient = jax.lax.stop_gradient(ratio * d) * (logprobs[t] - fixed)
+            kl = jax.lax.stop_gradient(ratio * (jnp.exp(-d) - 1 + d)) + kl_gradient
+            bonus = (config.entropy_coefficient or 0.0) * entropy[t]
+            loss += weight * (policy_loss + config.kl_coefficient * kl - bonus)
+            num_tokens += 1
+            sums["clipped"] += (ratio * advantage > bounded * advantage).astype(float)
+            sums["ratio"], sums["entropy"] = sums["ratio"] + ratio, sums["entropy"] + entropy[t]
+            sums["kl"] += kl
+    figures = {name: value / num_tokens for name, value in sums.items()}
+    return loss / num_tokens, figures | {"num_tokens": num_tokens}
+
+
+@pytest.mark.parametrize("is_on_policy", [True, False])
+def test_gradient_and_figures_equal_a_loop_over_tokens(is_on_policy):
+    data = rollouts()
+    config = LOSS if is_on_policy else EVERY_TERM
+    packed = pack(**{**data, **(ON_POLICY if is_on_policy else {})})
+    (loss, figures), expected = jax.value_and_grad(by_hand, has_aux=True)(
+        *parameters(), data, config, is_on_policy
+    )
+    actual, _ = gradient(config, packed, 3)
+    assert_close(actual, expected)
+    _, _, reported = run(packed, config, micro=3)
+    np.testing.assert_allclose(reported["loss"], loss, rtol=2e-5)
+    assert reported["num_tokens"] == figures["num_tokens"]
+    if is_on_policy:
+        assert reported["ratio_mean"] == pytest.approx(1.0, abs=1e-6)
+        assert reported["clip_fraction"] == 0.0
+        assert "kl" not in reported
+    else:
+        assert 0.1 < figures["clipped"] < 0.9
+        for name, key in (("clipped", "clip_fraction"), ("ratio", "ratio_mean"), ("kl", "kl")):
+            np.testing.assert_allclose(reported[key], figures[name], rtol=2e-5)
+        np.testing.assert_allclose(reported["entropy"], figures["entropy"], rtol=2e-5)
+
+
+def test_on_policy_every_ratio_is_exactly_one():
+    _, sums = gradient(LOSS, batch(**ON_POLICY), 20)
+    assert sums["ratio"] == sums["weight"]
+    assert sums["clipped"] == 0
+
+
+def uniform():
+    """A model whose logits are all 0: every log-probability is -log 11, the entropy log 11."""
+    trainable, frozen = parameters()
+    return trainable, {**frozen, "embed_tokens.embedding": jnp.zeros((11, 8))}
+
+
+def test_figures_of_a_uniform_policy():
+    trainable, frozen = uniform()
+    exact = -np.log(11)
+    data = {
+        "group_ids": ["a", "a", "b", "b"],
+        "prompt_tokens": [[1, 2], [1, 2], [3], [3]],
+        "completion_tokens": [[1, 2, 3], [4], [5, 6], [7, 8]],
+        "completion_mask": [[True, True, False], [True], [True, True], [True, True]],
+        "advantages": [2.0, -1.0, 0.0, 0.0],
+        "rollout_logprobs": [[exact - 0.5, exact, 99.0], [exact + 1], [-1, -1], [-1, -1]],
+        "temperature": 1.0,
+    }
+    state = init_optimizer(SGD, trainable)
+    _, _, figures = update(LORA, trainable, frozen, state, pack(**data), LOSS, SGD, 2, 1)
+    expected = {
+        "loss": -(2 * 2.0 - 1.0) / 7,  # seven trained tokens, those of group b with advantage 0
+        "policy_loss": -(2 * 2.0 - 1.0) / 7,
+        "entropy": np.log(11),
+        "ratio_mean": 1.0,
+        "clip_fraction": 0.0,
+        "logprob_drift_mean": (0.5 + 0.0 + 1.0) / 3,  # group b is not run
+        "logprob_drift_max": 1.0,
+        "gradient_norm": 0.0,  # no hidden state moves a logit
+        "learning_rate": 0.1,
+        "num_tokens": 7.0,
+        "completion_length_mean": 8 / 4,
+        "num_degenerate_groups": 1.0,
+    }
+    assert figures.keys() == expected.keys()
+    assert all(type(value) is float for value in figures.values())
+    for name, value in expected.items():
+        np.testing.assert_allclose(figures[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+# What must not matter
+
+
+@pytest.mark.parametrize("terms", ["on-policy", "every term"])
+def test_micro_batch_size_changes_neither_gradient_nor_figures(terms):
+    config, changes = (LOSS, ON_POLICY) if terms == "on-policy" else (EVERY_TERM, {})
+    config = replace(config, aggregation="sequence-mean-token-mean")
+    packed = batch(**changes)
+    expected, _ = gradient(config, packed, P * G)
+    _, _, figures = run(packed, config, micro=P * G)
+    for size in (1, 2, 3, 5, 12, 17, 100):  # dividing neither group nor batch, and beyond both
+        actual, _ = gradient(config, packed, size)
+        assert_close(actual, expected)
+        _, _, others = run(packed, config, micro=size)
+        assert others.keys() == figures.keys()
+        for name, value in figures.items():
+            np.testing.assert_allclose(others[name], value, rtol=1e-5, atol=1e-7, err_msg=name)
+
+
+def test_masked_tokens_never_contribute_even_when_they_are_nan():
+    clean, dirty = batch(), batch()
+    outside = ~dirty.trained_mask()
+    assert outside[dirty.completion_mask_PGT.shape[0] - 1].any()
+    for name in ("rollout", "proximal", "reference"):
+        getattr(dirty, f"{name}_logprobs_PGT")[outside] = np.nan
+    dirty.completion_mask_PGT[np.arange(8) >= dirty.completion_lengths_PG[:, :, None]] = True
+    dirty.completion_tokens_PGT[np.arange(8) >= dirty.completion_lengths_PG[:, :, None]] = -7
+    clean_gradient, clean_sums = gradient(EVERY_TERM, clean, 7)
+    dirty_gradient, dirty_sums = gradient(EVERY_TERM, dirty, 7)
+    np.testing.assert_array_equal(flat(dirty_gradient), flat(clean_gradient))
+    assert dirty_sums == clean_sums
+    assert np.isfinite(list(run(dirty, EVERY_TERM)[2].values())).all()
+
+
+def test_an_unscored_rollout_without_trained_tokens_may_have_a_nan_advantage():
+    data = rollouts()
+    data["completion_mask"][2][:] = False
+    clean, _ = gradient(LOSS, pack(**data), 5)
+    data["advantages"][2] = np.nan
+    dirty, _ = gradient(LOSS, pack(**data), 5)
+    np.testing.assert_array_equal(flat(dirty), flat(clean))
+
+
+def test_skipping_groups_without_signal_changes_no_gradient_and_runs_less():
+    zero_groups = (0, 2)
+    packed = pack(**{**rollouts(zero_groups=zero_groups), **ON_POLICY})
+    lines: list[str] = []
+    skipping = reinforcement_objective(packed, LOSS)
+    everything = skipping._replace(is_needed_PG=np.ones((P, G), bool))
+    results = [
+        sum_gradients(LORA, *parameters(), packed, objective, G, lines.append)
+        for objective in (skipping, everything)
+    ]
+    assert len(lines) == 2 + 4
+    assert_close(results[0][0], results[1][0], 1e-6)
+    assert results[0][1]["loss"] == pytest.approx(results[1][1]["loss"], rel=1e-6)
+    assert run(packed)[2]["num_degenerate_groups"] == 2
+
+
+def test_a_kl_or_entropy_term_skips_nothing():
+    packed = batch()
+    for config in (replace(LOSS, kl_coefficient=0.1), replace(LOSS, entropy_coefficient=0.1)):
+        assert reinforcement_objective(packed, config).is_needed_PG.all()
+
+
+def test_a_batch_without_any_signal_measures_drift_and_changes_nothing():
+    packed = batch(advantages=np.zeros(P * G), **ON_POLICY)
+    trainable, _, figures = run(packed)
+    np.testing.assert_array_equal(flat(trainable), flat(parameters()[0]))
+    assert figures["gradient_norm"] == 0.0
+    assert figures["logprob_drift_max"] > 0
+    assert figures["num_degenerate_groups"] == P
+
+
+def test_full_parameters_train_too():
+    packed = batch(**ON_POLICY)
+    expected, _ = gradient(LOSS, packed, 20, FULL)
+    actual, _ = gradient(LOSS, packed, 3, FULL)
+    assert_close(actual, expected)
+    trainable, _, figures = run(packed, spec=FULL)
+    assert trainable.keys() == init_parameters(CONFIG, 0).keys()
+    norm = np.linalg.norm(flat(expected))
+    np.testing.assert_allclose(figures["gradient_norm"], norm, rtol=1e-5)
+
+
+# Updates
+
+
+def test_sgd_subtracts_the_gradient():
+    packed = batch(**ON_POLICY)
+    direction, _ = gradient(LOSS, packed, 20)
+    trainable, state, _ = run(packed)
+    expected = flat(parameters()[0]) - 0.1 * flat(direction)
+    np.testing.assert_allclose(flat(trainable), expected, rtol=1e-5, atol=1e-7)
+    assert state[-1].count == 1
+
+
+def test_learning_rate_zero_leaves_parameters_bit_identical():
+    trainable, _, _ = run(batch(), EVERY_TERM, replace(ADAM, learning_rate=0.0))
+    for name, value in parameters()[0].items():
+        assert np.asarray(trainable[name]).tobytes() == np.asarray(value).tobytes()
+
+
+def test_updates_per_batch_are_updates_on_consecutive_groups():
+    packed = batch()
+    lines: list[str] = []
+    trainable, state, figures = run(packed, LOSS, ADAM, 5, updates=2, progress=lines.append)
+    assert state[-1].count == 2
+    assert lines[0] == "update 1 of 2: micro-batch 1 of 1"  # group 1 has no signal
+    assert lines[-1] == "update 2 of 2: micro-batch 2 of 2"
+
+    expected, frozen = parameters()
+    expected_state, parts = init_optimizer(ADAM, expected), []
+    for groups in ((0, 2), (2, 4)):
+        part = packed.groups(*groups)
+        expected, expected_state, figure = update(
+            LORA, expected, frozen, expected_state, part, LOSS, ADAM, 5, 1
+        )
+        parts.append(figure)
+    np.testing.assert_array_equal(flat(trainable), flat(expected))
+    for name in ("loss", "policy_loss", "gradient_norm"):
+        assert figures[name] == pytest.approx((parts[0][name] + parts[1][name]) / 2)
+    for name in ("logprob_drift_mean", "logprob_drift_max"):  # later ones are no longer the start's
+        assert figures[name] == parts[0][name]
+    assert figures["num_tokens"] == parts[0]["num_tokens"] + parts[1]["num_tokens"]
+
+
+def test_the_update_takes_ownership():
+    trainable, frozen = parameters()
+    state = init_optimizer(ADAM, trainable)
+    update(LORA, trainable, frozen, state, batch(**ON_POLICY), LOSS, ADAM, 20, 1)
+    assert all(array.is_deleted() for array in jax.tree.leaves((trainable, state)))
+    assert not any(array.is_deleted() for array in frozen.values())
+
+
+def test_one_gradient_program_whatever_is_skipped_or_left_over():
+    run(batch(**ON_POLICY), micro=15)
+    before = add_gradient._cache_size()
+    for zero_groups in ((), (0,), (0, 1, 2), (0, 1, 2, 3)):
+        for optimizer in (SGD, replace(SGD, learning_rate=0)):
+            for loss in (LOSS, replace(LOSS, clip_high=1, kl_coefficient=0)):
+                packed = pack(**{**rollouts(3, zero_groups), **ON_POLICY})
+                run(packed, loss, optimizer, micro=15)
+    assert add_gradient._cache_size() == before
+
+
+def test_training_raises_the_probability_of_what_was_rewarded():
+    data = rollouts() | ON_POLICY
+    data["advantages"] = np.tile([2.0, -0.5, -0.5, -0.5, -0.5], P).astype(np.float32)
+    packed = pack(**data)
+    trainable, frozen = parameters()
+    before = score_batch(LORA, trainable, frozen, packed, 20).sum(axis=2)
+    state = init_optimizer(ADAM, trainable)
+    for _ in range(3):
+        trainable, state, _ = update(LORA, trainable, frozen, state, packed, LOSS, ADAM, 20, 1)
+    after = score_batch(LORA, trainable, frozen, packed, 20).sum(axis=2)
+    assert (after - before)[:, 0].mean() > (after - before)[:, 1:].mean()
+
+
+# Supervised
+
+
+def test_supervised_loss_of_a_uniform_policy_is_the_log_of_the_vocabulary():
+    trainable, frozen = uniform()
+    packed = pack_supervised([[1], [2, 3], [4]], [[1, 2], [3], [4, 5, 6]])
+    state = init_optimizer(SGD, trainable)
+    _, _, figures = supervised_update(LORA, trainable, frozen, state, packed, SGD, 2)
+    np.testing.assert_allclose(figures["loss"], np.log(11), rtol=1e-6)
+    np.testing.assert_allclose(figures["entropy"], np.log(11), rtol=1e-6)
+    assert (figures["num_tokens"], figures["completion_length_mean"]) == (6.0, 2.0)
+
+
+def test_supervised_update_learns_and_does_not_depend_on_the_micro_batch():
+    prompts, completions = [[1], [2, 3], [4]], [[1, 2, 5], [3], [4, 5, 6]]
+    packed, losses, ends = pack_supervised(prompts, completions), [], []
+    for size in (1, 2, 3):
+        trainable, frozen = parameters()
+        state = init_optimizer(ADAM, trainable)
+        for _ in range(5):
+            trainable, state, figures = supervised_update(
+                LORA, trainable, frozen, state, packed, ADAM, size
+            )
+            losses.append(figures["loss"])
+        ends.append(trainable)
+    np.testing.assert_allclose(losses[:5], losses[5:10], rtol=1e-4)
+    np.testing.assert_allclose(losses[:5], losses[10:], rtol=1e-4)
+    assert losses[4] < losses[0]
+    scored = score_batch(LORA, *parameters(), packed, 3)
+    np.testing.assert_allclose(losses[0], -scored.sum() / 7, rtol=1e-5)
+
+
+# Scoring
+
+
+def test_scores_come_back_in_the_order_of_the_rollouts():
+    data = rollouts()
+    order = np.random.default_rng(1).permutation(P * G)
+    for name, values in data.items():
+        if name != "temperature":
+            data[name] = [values[row] for row in order]
+    packed = pack(**data)
+    trainable, frozen = parameters()
+    for size in (3, 20):
+        scores = unpack(
+            score_batch(LORA, trainable, frozen, packed, size), packed, data["group_ids"]
+        )
+        for row, tokens in enumerate(data["completion_tokens"]):
+            prompt = data["prompt_tokens"][row]
+            expected, _ = one_row(
+                *(trainable, frozen, jnp.array(prompt + [0] * (8 - len(prompt))), len(prompt)),
+                *(jnp.array(tokens + [0] * (8 - len(tokens))), len(tokens)),
+            )
+            np.testing.assert_allclose(scores[row], expected[: len(tokens)], rtol=2e-5, atol=1e-6)
+
+
+# The layout
+
+
+def test_pack_lays_rollouts_out_by_group():
+    packed = pack(
+        group_ids=["b", "a", "b"],
+        prompt_tokens=[[1, 2], [3], [1, 2]],
+        completion_tokens=[[4, 5], [6], [7, 8, 9]],
+        advantages=[0.5, 1.5, -0.5],
+        temperature=0.7,
+    )
+    assert packed.group_shape == (2, 2)
+    np.testing.assert_array_equal(packed.prompt_tokens_PT[:, :3], [[1, 2, 0], [3, 0, 0]])
+    np.testing.assert_array_equal(packed.prompt_lengths_P, [2, 1])
+    np.testing.assert_array_equal(packed.completion_lengths_PG, [[2, 3], [1, 0]])
+    np.testing.assert_array_equal(packed.completion_tokens_PGT[0, 1], [7, 8, 9, 0, 0, 0, 0, 0])
+    np.testing.assert_array_equal(packed.advantages_PG, [[0.5, -0.5], [1.5, 0.0]])
+    assert packed.trained_mask().sum() == 6
+    assert packed.completion_tokens_PGT.shape == (2, 2, 8)
+
+
+def test_groups_of_different_sizes_train_like_their_rollouts():
+    data = rollouts(zero_groups=())
+    kept = [row for row in range(P * G) if row not in (1, 7, 8)]
+    cut = {k: [v[row] for row in kept] if k != "temperature" else v for k, v in data.items()}
+    mask = [values & (row in kept) for row, values in enumerate(data["completion_mask"])]
+    masked = {**data, "completion_mask": mask}
+    for config in (LOSS, replace(LOSS, aggregation="sequence-mean-token-mean")):
+        actual, _ = gradient(config, pack(**{**cut, **ON_POLICY}), 4)
+        expected, _ = gradient(config, pack(**{**masked, **ON_POLICY}), 4)
+        assert_close(actual, expected)
+
+
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 50), st.data())
+def test_micro_batches_cover_what_is_needed_once_in_one_shape(P, G, size, draw):
+    needed = np.array(draw.draw(st.lists(st.booleans(), min_size=P * G, max_size=P * G)))
+    needed = needed.reshape(P, G)
+    parts = divide(needed, size)
+    count = np.zeros((P, G), int)
+    for prompt_P, member_PG, is_real_PG in parts:
+        prompt_PG = np.broadcast_to(prompt_P[:, None], member_PG.shape)
+        np.add.at(count, (prompt_PG[is_real_PG], member_PG[is_real_PG]), 1)
+        assert is_real_PG.size <= size
+    assert count.max(initial=0) <= 1
+    assert (count[needed] == 1).all()
+    everything = divide(np.ones((P, G), bool), size)
+    assert len({part.member_PG.shape for part in [*parts, *everything]}) == 1
+    padding = sum((~part.is_real_PG).sum() for part in everything)
+    assert padding < max(size, len(everything)) + P * -(-G // size)
+
+
+def test_a_group_that_is_cut_is_cut_evenly():
+    parts = divide(np.ones((1, 8), bool), 5)
+    assert [part.is_real_PG.sum() for part in parts] == [4, 4]
+    assert len(divide(np.ones((8, 8), bool), 25)) == 3  # three groups at once, in 3 + 3 + 2
+    assert divide(np.zeros((2, 2), bool), 2) == []
+
+
+@given(st.integers(1, 5000))
+@settings(max_examples=200)
+def test_bucketed_lengths_are_few_and_close(length):
+    bucket = bucket_length(length)
+    assert bucket % 8 == 0
+    assert length <= bucket < max(length * 1.25, length + 8)
+    assert bucket_length(bucket) == bucket
+    assert len({bucket_length(n) for n in range(65, 1025)}) == 16
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"completion_tokens": [[1]] * 19 + [[]]}, "completion of rollout 19"),
+        ({"rollout_logprobs": [[-1.0] * 9] * 20}, "rollout_logprobs of rollout 0 has 9 entries"),
+        ({"prompt_tokens": [[1]] * 19 + [[2]]}, "group 3 has more than one prompt"),
+    ],
+)
+def test_pack_refuses(changes, message):
+    with pytest.raises(MeshdialError, match=message):
+        batch(**changes)
+
+
+def test_an_unfit_batch_is_refused():
+    with pytest.raises(MeshdialError, match="updates_per_batch is 3, which does not divide"):
+        run(batch(), updates=3)
+    with pytest.raises(MeshdialError, match="no proximal"):
+        run(batch(proximal_logprobs=None), updates=2)
+    with pytest.raises(MeshdialError, match="no reference"):
+        run(batch(reference_logprobs=None), replace(LOSS, kl_coefficient=0.1))
+    packed = batch()
+    packed.rollout_logprobs_PGT[packed.trained_mask()] = np.nan
+    with pytest.raises(MeshdialError, match="rollout log-probabilities of the batch"):
+        run(packed)
+    with pytest.raises(MeshdialError, match="the advantages of the batch"):
+        run(batch(advantages=[np.inf] * 20))
+
+
+def test_divergence_is_refused():
+    trainable, frozen = parameters()
+    trainable = {name: value.at[0, 0].set(jnp.nan) for name, value in trainable.items()}
+    state = init_optimizer(SGD, trainable)
+    with pytest.raises(MeshdialError, match="the loss is nan in micro-batch 1 of 1"):
+        update(LORA, trainable, frozen, state, batch(**ON_POLICY), LOSS, SGD, 20, 1)
