@@ -47,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", default="{}", help="the stage's slice of the config, JSON")
     parser.add_argument("--run", default="", help="the name of the run")
     parser.add_argument("--iteration", type=int, default=0)
+    parser.add_argument("--last", type=int, default=0, help="the run's last iteration, to show")
     for name, metavar in (("input", "NAME=PATH"), ("output", "NAME=PATH"), ("cost", "NAME=NUMBER")):
         parser.add_argument(f"--{name}", nargs="+", action="extend", default=[], metavar=metavar)
     parser.add_argument("--timings", help="where to write what the stage cost, JSON")
@@ -81,6 +82,7 @@ def make_request(arguments: argparse.Namespace) -> dict:
         "config": _json(arguments.config),
         "run": arguments.run,
         "iteration": arguments.iteration,
+        "last": arguments.last,
         "inputs": _pairs("input", arguments.input),
         "outputs": _pairs("output", arguments.output),
         "cost": {name: _whole(name, text) for name, text in _pairs("cost", arguments.cost).items()},
@@ -175,6 +177,7 @@ def converse(
         except TimeoutError:
             raise MeshdialError(f"the worker did not answer for {wait_s:.0f} s") from None
         if message is None:
+            check()
             place = runtime.place_of(request["cwd"], request["layout"])
             return started and {"event": "failed", "message": obituary(place, started)}
         wait_s = None

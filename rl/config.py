@@ -22,6 +22,7 @@ from rl.mesh import check_dial
 SCHEMA = Path(__file__).parents[1] / "workflow" / "schemas" / "config.schema.yaml"
 SWEEP_KEYS = ("base", "grid", "runs")
 MISSING = object()
+PLAIN_TYPES = {"integer": int, "number": (int, float), "boolean": bool, "null": type(None)}
 
 
 @functools.cache
@@ -32,6 +33,7 @@ def schema() -> dict:
 
 def complete(config: Mapping, name: str = "the config") -> dict:
     """A copy of `config` with every default filled in, checked key by key and key against key."""
+    config = _parsed(config, schema())
     for error in sorted(jsonschema.Draft202012Validator(schema()).iter_errors(config), key=str):
         raise MeshdialError(f"{name}: {_sentence(error)}")
     filled = _fill(config, schema())
@@ -128,6 +130,31 @@ def _with_settings(base: Mapping, settings: Mapping) -> dict:
         else:
             merged[key] = value
     return merged
+
+
+def _parsed(value: Any, rules: Mapping) -> Any:
+    """`value` with text in place of a number or a flag read as such: on a command line
+    (`--config 'optimizer={"learning_rate": 1e-4}'`) everything nested arrives as text."""
+    rules = _chosen(value, rules)
+    if isinstance(value, Mapping):
+        known = rules.get("properties", {})
+        return {key: _parsed(inner, known.get(key, {})) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_parsed(item, rules.get("items", {})) for item in value]
+    kinds = rules.get("type", [])
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    if isinstance(value, str) and "string" not in kinds:
+        read = _number_or_flag(value)
+        if any(isinstance(read, PLAIN_TYPES[kind]) for kind in kinds if kind in PLAIN_TYPES):
+            return read
+    return value
+
+
+def _number_or_flag(text: str) -> Any:
+    try:
+        return float(text) if re.fullmatch(r"[-+.\d]+e[-+]?\d+", text) else yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError):
+        return text
 
 
 def _fill(value: Any, rules: Mapping) -> Any:

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from rl import runtime, wire
 from rl.errors import MeshdialError
 
-SILENCE_S = 60.0
+QUIET_S = 1.0  # how long waiting goes without saying
+SILENCE_S = 60.0  # a holder that has not answered for this long is an error
 
 
 class Devices:
@@ -21,33 +22,37 @@ class Devices:
 
     def take(self, wait: Callable[[str], bool], question: dict) -> bool:
         """Hold every device. While another process has one, it is asked `question`, and
-        `wait(line)` is called again and again; False from it, or an exception, gives up.
+        `wait(line)` is called again and again, with a line that changes only with the holder;
+        False from it, or an exception, gives up.
 
         In a fixed order, so that two that wait for each other's devices cannot come to be.
         """
         is_complete = False
         try:
-            is_complete = all(self._take_one(path, wait, question) for path in self._locks)
+            missing = [path for path, lock in self._locks.items() if lock is None]
+            is_complete = all(self._take_one(path, wait, question) for path in missing)
         finally:
             if not is_complete:
                 self._release()
         return is_complete
 
     def _take_one(self, path: str, wait: Callable[[str], bool], question: dict) -> bool:
-        heard = time.monotonic()
-        while self._locks[path] is None:
-            self._locks[path] = runtime.take_lock(path)
-            if self._locks[path] is not None:
-                runtime.write_holder(self._locks[path], self._holder)
-                break
+        began = heard = time.monotonic()
+        line, told = "", None
+        while (lock := runtime.take_lock(path)) is None:
             holder = runtime.read_holder(path) or {}
             answer = wire.ask(holder["socket"], question) if "socket" in holder else None
+            now = time.monotonic()
             if answer is not None or holder.get("is_retiring"):
-                heard = time.monotonic()
-            elif time.monotonic() - heard > SILENCE_S:
+                heard = now
+            elif now - heard > SILENCE_S:
                 raise MeshdialError(_complaint(path, holder))
-            if not wait(_waiting_line(path, holder, answer or {})):
+            if now - began > QUIET_S and holder.get("pid") != told:
+                line, told = _waiting_line(path, holder, answer or {}), holder.get("pid")
+            if not wait(line):
                 return False
+        runtime.write_holder(lock, self._holder)
+        self._locks[path] = lock
         return True
 
     def announce_retirement(self) -> None:

@@ -124,8 +124,9 @@ def place_of(root: str, layout: str) -> Place:
     """The names of the worker of `root` (a results folder) and `layout` on this machine."""
     root = os.path.realpath(root)
     key = hashlib.sha256("\0".join([os.uname().nodename, root, layout]).encode()).hexdigest()[:16]
-    base = os.path.join(runtime_dir(), key)
-    return Place(root, layout, _socket_path(runtime_dir(), key), f"{base}.lock", f"{base}.log")
+    folder = runtime_dir()
+    base = os.path.join(folder, key)
+    return Place(root, layout, _socket_path(folder, key), f"{base}.lock", f"{base}.log")
 
 
 def take_lock(path: str) -> int | None:

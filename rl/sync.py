@@ -15,6 +15,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,10 @@ import jax
 import jax.numpy as jnp
 
 from rl.artifacts import MANIFEST, content_id, read_json
-from rl.checkpoint import restore_policy
+from rl.checkpoint import abstract_trainable, restore_policy
 from rl.context import Context
 from rl.errors import MeshdialError
+from rl.learner import OptimizerConfig, init_optimizer
 from rl.models.families import model_config, read_config, read_model
 from rl.models.spec import ModelConfig, ModelSpec, Parameters
 from rl.stages.request import Request
@@ -143,11 +145,16 @@ def load_base(
         raise MeshdialError(
             f"{folder} is damaged: its weights do not match the content id in its manifest"
         )
-    parameters = {name: jnp.asarray(array, wanted) for name, array in arrays.items()}
+    parameters = placed({name: jnp.asarray(array, wanted) for name, array in arrays.items()})
     base = Base(config, parameters, wanted, identity)
     if not is_private:
         memory.put(base, "base", identity, wanted)
     return base
+
+
+def placed(tree: Any) -> Any:
+    """The arrays committed to the mesh: to compile for others than these would be a second time."""
+    return jax.device_put(tree, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
 
 
 def _frozen(memory: Memory, folder: Path, spec: ModelSpec) -> Parameters:
@@ -170,7 +177,7 @@ def load_policy(job: Request, memory: Memory, is_taken: bool = False) -> Policy:
     key = ("policy", manifest["content_id"])
     held = memory.get(*key)
     if held is None:
-        held = restore_policy(folder, spec)
+        held = _restored(folder, spec, manifest["optimizer"])
         remember_policy(memory, manifest, *held)
     if is_taken:
         memory.take(*key)
@@ -180,6 +187,28 @@ def load_policy(job: Request, memory: Memory, is_taken: bool = False) -> Policy:
     version, identity = manifest["version"], manifest["parameters_content_id"]
     frozen = _frozen(memory, base_folder, spec)
     return Policy(spec, trainable, frozen, state, version, identity)
+
+
+def _restored(folder: Path, spec: ModelSpec, optimizer: str) -> tuple[Parameters, Any]:
+    trainable = abstract_trainable(spec)
+    state = jax.eval_shape(partial(init_optimizer, first_optimizer(optimizer)), trainable)
+    return restore_policy(folder, trainable, state)[:2]
+
+
+def first_optimizer(kind: str) -> OptimizerConfig:
+    """The optimizer's state depends on its kind alone; the numbers are those of the updates."""
+    return OptimizerConfig(
+        kind=kind,
+        learning_rate=0.0,
+        schedule="constant",
+        warmup_updates=0,
+        schedule_updates=0,
+        beta1=0.0,
+        beta2=0.0,
+        epsilon=1e-8,
+        weight_decay=0.0,
+        clip_norm=1.0,
+    )
 
 
 def remember_policy(memory: Memory, manifest: Mapping, trainable: Parameters, state: Any) -> None:
@@ -227,7 +256,7 @@ def synced(
         else:
             outcome = "load"
             loaded = load_weights(folder, spec, base_content_id=base_content_id)
-            parameters = {name: jnp.asarray(value) for name, value in loaded.items()}
+            parameters = placed({name: jnp.asarray(value) for name, value in loaded.items()})
             moved = read = nbytes(parameters)
         memory.put(parameters, "parameters", identity)
     cost = {

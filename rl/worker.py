@@ -70,7 +70,7 @@ class Worker:
             try:
                 self._finish(job, self._perform(job))
             except ClientGone as reason:
-                say(f"{job.request['stage']} is dropped: {reason}")
+                self._finish(job, {"event": "failed", "message": str(reason)})
             finally:
                 with self.changed:
                     self.running, self.active = None, time.monotonic()
@@ -132,7 +132,7 @@ class Worker:
         with self.changed:
             is_new, self.notice = line != self.notice, line
             listeners = [job for job in (self.running, *self.queue) if job]
-        for job in listeners if is_new else []:
+        for job in listeners if is_new and line else []:
             job.show(line)
 
     def _sent_back(self) -> dict:
@@ -140,19 +140,18 @@ class Worker:
 
     def _finish(self, job: Job, reply: dict) -> None:
         job.tell(**reply)
-        say(f"{job.request['stage']} {job.request['run']} {job.request['iteration']}: {reply}")
+        outcome = reply.get("traceback") or reply.get("message") or reply["event"]
+        say(f"{job.request['stage']} {job.request['run']} {job.request['iteration']}: {outcome}")
 
     # The listener's thread, and one for each connection.
     def _accept(self) -> None:
-        """Take connections until retirement, then leave socket and lock to a successor."""
+        """Take connections until retirement, then leave the lock to a successor."""
         while not self.reason:
             try:
                 connection, _ = self.listener.accept()
             except TimeoutError:
                 continue
             threading.Thread(target=self._talk, args=(Channel(connection),), daemon=True).start()
-        if self._is_socket_own():
-            os.unlink(self.place.socket)
         self.listener.close()
         os.close(self.lock)
 
@@ -216,7 +215,7 @@ class Worker:
             }
 
     def _can_yield(self, theirs: list[dict]) -> bool:
-        """When idle: for long, or with no workflow of its own but those that wait for the device."""
+        """When idle: for long, or with no workflow of its own but those that wait for it."""
         if self.running or self.queue:
             return False
         own = [workflow for workflow in self.workflows if liveness.is_alive(workflow)]
@@ -232,6 +231,8 @@ class Worker:
             self.reason = reason
             waiting, self.queue = self.queue, []
             self.changed.notify_all()
+            if self._is_socket_own():
+                os.unlink(self.place.socket)  # so that those sent back do not come here again
         self.devices.announce_retirement()
         for job in waiting:
             job.tell(**self._sent_back())
@@ -290,7 +291,7 @@ def main() -> None:
     parser.add_argument("--mesh", required=True, help="the device layout")
     parser.add_argument("--fingerprint", required=True, help="of the client that starts it")
     arguments = parser.parse_args()
-    faulthandler.enable()
+    faulthandler.enable(all_threads=False)
     os.set_inheritable(arguments.lock, False)
     sys.path.append(os.getcwd())
     place = runtime.place_of(os.getcwd(), arguments.mesh)

@@ -1,6 +1,8 @@
 """Stands in for rl.stages in the tests of the worker: a stage is a list of orders in its config."""
 
+import fcntl
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -70,6 +72,21 @@ def print_out(text, request, context):
 
 def environment(name, request, context):
     context.progress(f"{name}={os.environ.get(name)}")
+
+
+def alone(seconds, request, context):
+    """Tell of any other stage that runs at the same time."""
+    with open("alone.lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            note("overlap", request, context)
+        time.sleep(seconds)
+
+
+def start_child(name, request, context):
+    """A child that outlives the worker, with its output elsewhere."""
+    note(subprocess.Popen([name, "60"], stdout=-3, stderr=-3).pid, request, context)
 
 
 def leave(code, request, context):

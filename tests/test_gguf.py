@@ -68,7 +68,7 @@ def stored(name: str, parameter: np.ndarray) -> np.ndarray:
 
 def write_tokenizer(writer: gguf.GGUFWriter) -> None:
     """260 tokens of GPT-2's kind: some characters and merges, filler, then three special ones."""
-    tokens = [*"0123456789ab", "Ġ", "Ċ", "ab", "12", "ĠĠ", "Ġa", "123", "0000"]
+    tokens = [*"0123456789ab", "Ġ", "Ċ", "ab", "12", "ĠĠ", "Ġa", "123", "bab"]
     tokens += [f"filler{i}" for i in range(257 - len(tokens))] + ["<bos>", "<eos>", "<turn>"]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
@@ -222,7 +222,9 @@ def test_llama_3_cuts_digits_in_threes_and_takes_whole_words_unmerged(tmp_path):
     tokenizer = tokenizer_of(tmp_path, change_field("tokenizer.ggml.pre", "llama-bpe"))
     pieces = [tokenizer.backend.id_to_token(i) for i in tokenizer.encode("1231200003")]
     assert pieces == ["123", "12", "0", "0", "0", "0", "3"]  # 123 | 120 | 000 | 3
-    assert tokenizer.encode("filler7") == [tokenizer.backend.token_to_id("filler7")]
+    assert tokenizer.encode("bab") == [tokenizer.backend.token_to_id("bab")]
+    merged = tokenizer_of(tmp_path).encode("bab")
+    assert [tokenizer.backend.id_to_token(i) for i in merged] == ["b", "ab"]
 
 
 def use_sentencepiece(writer: gguf.GGUFWriter) -> None:

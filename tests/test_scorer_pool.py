@@ -1,5 +1,6 @@
 """A user's reward function may do anything: it costs its own sample, and nothing stays behind."""
 
+import json
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ from test_rewards import rollouts
 
 from rl.errors import ClientGone, MeshdialError
 from rl.rewards import score
-from rl.rewards.pool import Call, ScorerProcess, Target, score_in_processes
+from rl.rewards.pool import CHILD, Call, ScorerProcess, Target, score_in_processes
 
 REWARDS = """
     import ctypes, json, os, random, signal, subprocess, sys, threading, time
@@ -44,6 +45,19 @@ REWARDS = """
         if os.fork() == 0:
             time.sleep(1000)
         return 0.25
+
+    def fork_and_end():
+        if os.fork() == 0:
+            time.sleep(1000)
+        os._exit(5)
+
+    def fork_and_open():
+        os.fork()
+        for _ in range(8):  # the numbers of the pipes that the fork has lost are among these
+            files.append(open("opened", "a"))
+        return 1.0
+
+    files = []
 
     def fork_and_hang():
         os.fork()
@@ -87,7 +101,8 @@ REWARDS = """
         "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
         "segfault": lambda: ctypes.string_at(0),
         "raise": raise_one, "shout": shout, "fork": fork_and_return, "fork leave": fork_and_leave,
-        "fork hang": fork_and_hang, "children": children, "threads": threads_left,
+        "fork hang": fork_and_hang, "fork end": fork_and_end, "fork open": fork_and_open,
+        "children": children, "threads": threads_left,
         "memory": eat_memory, "close": close_everything, "input": lambda: len(sys.stdin.read()),
     }
 
@@ -103,6 +118,9 @@ REWARDS = """
 
     def needs(completion, temperature):
         return 1.0
+
+    def hashed(completion):
+        return hash(completion) % 1000
 
     def drawn():
         return random.random()
@@ -201,6 +219,7 @@ CRASHES = {
     "kill": "the process was ended by signal 9 (Killed)",
     "segfault": "the process was ended by signal 11 (Segmentation fault)",
     "close": "the process ",
+    "fork end": "the process ended with exit status 5",
     "hang": "no answer within 1 s",
     "deep hang": "no answer within 1 s",
     "fork hang": "no answer within 1 s",
@@ -235,6 +254,11 @@ def test_forks_threads_and_output_disturb_no_later_sample(tmp_path):
     outcomes = scored(words, num_processes=1, time_limit_s=20)
     assert outcomes == [(reward, None) for reward in rewards]
     wait_until_gone(tmp_path)
+
+
+def test_a_fork_that_returns_writes_nowhere(tmp_path):
+    assert scored(["fork open", "one"], num_processes=1) == [(1.0, None), (1.0, None)]
+    assert (tmp_path / "opened").read_text() == ""
 
 
 def test_memory_is_limited():
@@ -281,6 +305,8 @@ def test_randomness_depends_on_the_sample_and_not_on_the_process():
     drawn = [scored(["x"] * 6, "mine:drawn", num_processes=count) for count in (1, 3)]
     assert drawn[0] == drawn[1]
     assert len(set(drawn[0])) == 6
+    first, second = scored(["x", "x"], "mine:hashed", num_processes=2)
+    assert first == second
 
 
 def test_a_sample_goes_to_the_process_of_its_place():
@@ -288,11 +314,12 @@ def test_a_sample_goes_to_the_process_of_its_place():
     assert counts == [1.0, 1.0, 2.0, 2.0, 3.0, 3.0]
 
 
-def test_an_edited_module_is_read_again(tmp_path):
-    (tmp_path / "edited.py").write_text("def f(): return 1.0\n")
-    assert scored(["x"], "edited:f") == [(1.0, None)]
-    (tmp_path / "edited.py").write_text("def f(): return 2.0\n")
-    assert scored(["x"], "edited:f") == [(2.0, None)]
+def test_an_edited_module_is_read_again_and_leaves_no_bytecode(tmp_path, monkeypatch):
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    for reward in (1.0, 2.0):
+        (tmp_path / "edited.py").write_text(f"def f(): return {reward}\n")
+        assert scored(["x"], "edited:f") == [(reward, None)]
+    assert not (tmp_path / "__pycache__").exists()
 
 
 def test_large_arguments_go_through_whole():
@@ -323,7 +350,7 @@ def test_a_process_that_died_between_calls_costs_nothing(tmp_path):
 
 ORPHAN = """
 import sys
-from rl.rewards.pool import Call, Target, score_in_processes
+from rl.rewards.pool import CHILD, Call, Target, score_in_processes
 target = Target("mine", "mark_and_hang", [{folder!r}, *sys.path], {{}}, 0.5)
 score_in_processes(target, [Call({{"completion": "x"}}, 0)], 1)
 """
@@ -338,6 +365,24 @@ def test_a_hanging_call_ends_although_its_parent_was_killed(tmp_path):
     parent.wait()
     assert processes_in(tmp_path) == [child]
     wait_until(lambda: not processes_in(tmp_path), 10)
+
+
+def test_an_idle_process_ends_with_its_input(tmp_path):
+    setup = {
+        "module": "mine",
+        "function": "behave",
+        "search_path": [str(tmp_path), *sys.path],
+        "options": {},
+        "memory_limit_bytes": None,
+        "offered": ["completion"],
+    }
+    call = {"number": 1, "arguments": {"completion": "threads"}, "seed": 0, "alarm_s": 30}
+    lines = "".join(json.dumps(message) + "\n" for message in (setup, call))
+    command = [sys.executable, str(CHILD)]
+    ended = subprocess.run(command, input=lines, capture_output=True, text=True, timeout=10)
+    replies = [json.loads(line) for line in ended.stdout.splitlines()]
+    assert replies == [{"wanted": ["completion"]}, {"number": 1, "value": 1.0}]
+    assert ended.returncode == 0
 
 
 def test_no_calls_start_nothing():

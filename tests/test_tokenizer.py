@@ -166,5 +166,5 @@ def test_unreadable_files_are_named(tmp_path):
         Tokenizer.load(tmp_path)
     write(tmp_path, byte_tokenizer_files())
     (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(MeshdialError, match=r"tokenizer_config\.json is not JSON"):
+    with pytest.raises(MeshdialError, match=r"tokenizer_config\.json cannot be read as JSON"):
         Tokenizer.load(tmp_path)

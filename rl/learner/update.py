@@ -135,7 +135,9 @@ class Objective(NamedTuple):
 
 def reinforcement_objective(batch: UpdateBatch, config: LossConfig) -> Objective:
     weights_PGT = token_weights(batch.trained_mask(), config.aggregation, config.max_tokens)
-    return Objective(reinforcement_loss, config, weights_PGT, _needed(batch, config))
+    # The weights say it all: one program serves every aggregation.
+    on_device = replace(config, aggregation="token-mean", max_tokens=None)
+    return Objective(reinforcement_loss, on_device, weights_PGT, _needed(batch, config))
 
 
 def supervised_objective(batch: UpdateBatch) -> Objective:

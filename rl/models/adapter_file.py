@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from rl.errors import MeshdialError
-from rl.models.families import peft_name, read_json_object
+from rl.models.families import peft_name
+from rl.models.json_file import read_json_object
 from rl.models.safetensors_file import LazyTensor, read_safetensors
 
 Tensors = Mapping[str, np.ndarray | LazyTensor]

@@ -5,7 +5,6 @@ memory maps, so a kernel is a transposed view and no byte is copied before it is
 takes one tensor at a time.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,9 +12,10 @@ from pathlib import Path
 import numpy as np
 
 from rl.errors import MeshdialError
+from rl.models.json_file import read_json_object, to_json
 from rl.models.safetensors_file import DTYPES, LazyTensor, read_safetensors, write_safetensors
 from rl.models.spec import ModelConfig, ModelSpec
-from rl.models.tokenizer import TOKENIZER_FILES, to_json
+from rl.models.tokenizer import TOKENIZER_FILES
 from rl.models.transformer import parameter_shapes
 
 WEIGHT_DTYPES = {str(DTYPES[tag]): DTYPES[tag] for tag in ("F32", "BF16", "F16")}
@@ -80,16 +80,6 @@ def model_config(values: dict, path: Path) -> ModelConfig:
         return ModelConfig.from_hf(values)
     except MeshdialError as error:
         raise MeshdialError(f"{path}: {error}") from error
-
-
-def read_json_object(path: Path) -> dict:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise MeshdialError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise MeshdialError(f"{path} holds a {type(value).__name__}; expected a JSON object")
-    return value
 
 
 def _read_tensors(folder: Path) -> dict[str, np.ndarray]:

@@ -11,7 +11,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from rl.errors import MeshdialError
-from rl.models.tokenizer import to_json
+from rl.models.json_file import to_json
 
 Metadata = Callable[..., object]
 

@@ -23,7 +23,7 @@ def scratch_model(
     rope_theta, norm_epsilon, tie_embeddings. The vocabulary is the tokenizer's.
     """
     files = _tokenizer_files(architecture)
-    config = _config(architecture, count_ids(files))
+    config = _config(architecture, count_ids(files, "scratch"))
     ids = json.loads(files["generation_config.json"])
     return config, init_parameters(config, seed), files, {key: ids[key] for key in TOKEN_ID_KEYS}
 

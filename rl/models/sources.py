@@ -83,7 +83,7 @@ def prepare_model(
     """
     weight_dtype(dtype)
     if (source == SCRATCH) != (architecture is not None):
-        problem = "needs" if source == SCRATCH else "has its own sizes and takes no"
+        problem = "needs an" if source == SCRATCH else "has its own sizes and takes no"
         raise MeshdialError(f"model source {source!r} {problem} architecture block")
     if architecture is not None:
         model = OpenedModel(SCRATCH, *scratch_model(architecture, seed))

@@ -15,6 +15,7 @@ import tokenizers
 
 from rl.errors import MeshdialError
 from rl.models.chat_template import read_template, render
+from rl.models.json_file import read_json_object, to_json
 
 # Every file of a folder that says how text becomes tokens; they travel with the weights.
 TOKENIZER_FILES = (
@@ -54,16 +55,13 @@ class Tokenizer:
             raise MeshdialError(
                 f"{folder} has no tokenizer.json; a folder saved with a fast tokenizer has one"
             )
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the package raises plain Exception
-            raise MeshdialError(f"{path} is not a readable tokenizer: {error}") from error
+        backend = _parse(path.read_bytes(), str(path))
         backend.no_truncation()  # some files were saved with a training run's settings
         backend.no_padding()
-        settings = _read_object(folder / "tokenizer_config.json")
+        settings = _read_optional(folder / "tokenizer_config.json")
         named = {key: _text(settings[key]) for key in NAMED_TOKENS if settings.get(key)}
         kinds = ("generation_config", "config")
-        model_configs = [_read_object(folder / f"{kind}.json") for kind in kinds]
+        model_configs = [_read_optional(folder / f"{kind}.json") for kind in kinds]
         eos_ids = _eos_ids(backend, named, model_configs)
         pad_id = _pad_id(backend, named, model_configs, eos_ids)
         return cls(backend, named, eos_ids, pad_id, read_template(folder, settings), str(folder))
@@ -121,7 +119,7 @@ def check_tokenizer(files: Mapping[str, bytes], vocab_size: int, where: str) -> 
         raise MeshdialError(
             f"{where} has no tokenizer.json; a folder saved with a fast tokenizer has one"
         )
-    num_ids = count_ids(files)
+    num_ids = count_ids(files, where)
     if num_ids > vocab_size:
         raise MeshdialError(
             f"{where}: tokenizer.json has token ids up to {num_ids - 1}, the model's vocab_size"
@@ -129,25 +127,24 @@ def check_tokenizer(files: Mapping[str, bytes], vocab_size: int, where: str) -> 
         )
 
 
-def count_ids(files: Mapping[str, bytes]) -> int:
-    """One more than the largest token id of a `tokenizer.json` among the files."""
-    return _num_ids(tokenizers.Tokenizer.from_buffer(files["tokenizer.json"]))
+def count_ids(files: Mapping[str, bytes], where: str) -> int:
+    """One more than the largest token id of the files' tokenizer.json."""
+    return _num_ids(_parse(files["tokenizer.json"], f"{where}: tokenizer.json"))
+
+
+def _parse(content: bytes, where: str) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_buffer(content)
+    except Exception as error:  # the package raises plain Exception
+        raise MeshdialError(f"{where} is not a readable tokenizer: {error}") from error
 
 
 def _num_ids(backend: tokenizers.Tokenizer) -> int:
     return 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
 
 
-def _read_object(path: Path) -> dict:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise MeshdialError(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise MeshdialError(f"{path} holds a {type(value).__name__}; expected a JSON object")
-    return value
+def _read_optional(path: Path) -> dict:
+    return read_json_object(path) if path.is_file() else {}
 
 
 def _text(token: str | dict) -> str:
@@ -227,11 +224,6 @@ def _files_of(backend: tokenizers.Tokenizer) -> dict[str, bytes]:
         "tokenizer_config.json": to_json(settings),
         "generation_config.json": to_json(ids),
     }
-
-
-def to_json(value: dict) -> bytes:
-    """The form of every JSON file of a model folder: sorted, indented, with a last newline."""
-    return (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
 
 
 def _byte_symbols() -> list[str]:

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from rl.models.spec import ModelSpec, Parameters
-from rl.models.transformer import Cache, decode_logits, empty_own_cache, prefill
+from rl.models.transformer import Cache, decode_logits, empty_own_cache
 from rl.rollout.sampling import SamplingNumbers, position_uniforms, row_keys, sample_tokens
+from rl.rollout.shared_prefix import prefill_after
 
 MAX_STEPS = 8
 """Most decode steps of one dispatch. How many are taken is a number, not a shape."""
@@ -44,20 +45,27 @@ def start(
     spec: ModelSpec,
     trainable: Parameters,
     frozen: Parameters,
-    prompt_tokens_PT: jax.Array,
-    prompt_lengths_P: jax.Array,
+    prefix_tokens_T: jax.Array,
+    own_tokens_PT: jax.Array,
+    own_lengths_P: jax.Array,
     sample_keys: SampleKeys,
     sampling: SamplingNumbers,
     num_slots: int,
 ) -> tuple[Prefilled, Cache, Draws]:
-    """Compute each prompt once; draw the first token of every row: Draws of [P, G]."""
-    logits_PV, cache = prefill(spec, trainable, frozen, prompt_tokens_PT, prompt_lengths_P)
+    """Compute each prompt, and the prefix of all, once; draw every row's first token.
+
+    A prompt is the prefix and then its own tokens, right-padded. Draws are of [P, G].
+    """
+    logits_PV, cache = prefill_after(
+        spec, trainable, frozen, prefix_tokens_T, own_tokens_PT, own_lengths_P
+    )
     keys_PG = row_keys(*sample_keys)
     P, G = keys_PG.shape
     logits_PGV = jnp.broadcast_to(logits_PV[:, None, :], (P, G, logits_PV.shape[1]))
     draws = _draw(logits_PGV, keys_PG, 0, sampling)
     own_cache = empty_own_cache(spec, P, G, num_slots)
-    return Prefilled(cache, prompt_lengths_P, keys_PG), own_cache, draws
+    lengths_P = prefix_tokens_T.shape[0] + own_lengths_P
+    return Prefilled(cache, lengths_P, keys_PG), own_cache, draws
 
 
 @functools.partial(jax.jit, static_argnames=("spec",), donate_argnames=("own_cache",))

@@ -61,6 +61,7 @@ class Engine:
     sample_keys: tuple[int, int, Sequence[int]]
     sampling: SamplingConfig
     plan: Plan
+    num_shared: int  # first tokens that all prompts share and that are computed once a batch
     steps_per_dispatch: int
     progress: Callable[[str], None]
     check_alive: Callable[[], None]
@@ -80,13 +81,11 @@ class Engine:
 
     def _start(self, batch: Batch) -> Running:
         num_slots = min(FIRST_SLOTS, bucket(self.sampling.max_tokens - 1))
-        tokens_PT, lengths_P = self._prompts_of(batch)
         prefilled, own_cache, draws = start(
             self.spec,
             self.trainable,
             self.frozen,
-            tokens_PT,
-            lengths_P,
+            *self._prompts_of(batch),
             self._keys_of(batch),
             self.sampling.numbers,
             num_slots,
@@ -141,16 +140,17 @@ class Engine:
                 running.is_finished_PG[p, g] = row.finish_reason is not None
         running.last_tokens_PG = draws.tokens[-1]
 
-    def _prompts_of(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens_PT, lengths_P), padded; a prompt that is not there is one padding token."""
+    def _prompts_of(self, batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(prefix_T, own_tokens_PT, own_lengths_P): a prompt that is not there is one padding."""
         prompts = [self.prompts[i] for i in batch.prompts]
-        longest = bucket(max(len(prompt) for prompt in prompts))
-        tokens_PT = np.full((self.plan.num_prompts, longest), self.tokenizer.pad_id, np.int32)
+        longest = bucket(max(len(prompt) for prompt in prompts) - self.num_shared)
+        own_PT = np.full((self.plan.num_prompts, longest), self.tokenizer.pad_id, np.int32)
         lengths_P = np.ones(self.plan.num_prompts, np.int32)
         for p, prompt in enumerate(prompts):
-            tokens_PT[p, : len(prompt)] = prompt
-            lengths_P[p] = len(prompt)
-        return tokens_PT, lengths_P
+            lengths_P[p] = len(prompt) - self.num_shared
+            own_PT[p, : lengths_P[p]] = prompt[self.num_shared :]
+        prefix_T = np.asarray(prompts[0][: self.num_shared], np.int32)
+        return prefix_T, own_PT, lengths_P
 
     def _keys_of(self, batch: Batch) -> SampleKeys:
         seed, iteration, numbers = self.sample_keys

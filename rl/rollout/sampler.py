@@ -18,6 +18,7 @@ from rl.rollout.completion import Completion, Row, Tokenizer
 from rl.rollout.engine import Engine
 from rl.rollout.engine import steps_per_dispatch as default_steps
 from rl.rollout.sampling import SamplingConfig
+from rl.rollout.shared_prefix import num_shared_tokens
 
 
 def generate(
@@ -57,6 +58,7 @@ def generate(
         sample_keys,
         sampling,
         plan,
+        num_shared_tokens(prompts) if plan.num_prompts > 1 else 0,
         steps_per_dispatch or default_steps(spec, plan.num_rows),
         progress,
         check_alive,

@@ -53,8 +53,9 @@ def run(request: Mapping[str, Any], context: Context) -> None:
 
 def progress_line(job: Request, seconds: float, said: str) -> str:
     """`addition 3/12  update_actor  3.2 s  loss ...`: where the run is, and the key figure."""
-    place = f"{job.run} {job.iteration}" if job.run else "shared"
-    return f"{place:<22} {job.stage:<20} {seconds:6.1f} s  {said}"
+    of = f"/{job.last}" if job.last else ""
+    place = f"{job.run} {job.iteration}{of}" if job.run else "shared"
+    return f"{place:<20} {job.stage:<19} {seconds:6.1f} s  {said}"
 
 
 def peak_memory_bytes() -> int:

@@ -1,5 +1,7 @@
 """Models before reinforcement learning: made from their source, and trained on answers first."""
 
+import json
+
 import numpy as np
 
 from rl.artifacts import MANIFEST, Publisher, content_id, read_json, read_table, write_json
@@ -67,10 +69,21 @@ def warm_start(job: Request, context: Context) -> str:
 
 
 def _answers(prompts, tokenizer: Tokenizer, max_tokens: int):
-    """Tokens of the prompts, and of their answers, each ended by the tokenizer's EOS."""
+    """Tokens of the prompts and of their answers.
+
+    A task that says how a perfect completion reads is taken at its word; else it is the ground
+    truth and the tokenizer's EOS.
+    """
     _, tokens = encode_prompts(prompts, tokenizer)
-    answers = [tokenizer.encode(answer) for answer in prompts["ground_truth"].to_pylist()]
-    return tokens, [(answer + list(tokenizer.eos_ids[:1]))[:max_tokens] for answer in answers]
+    answers = [_answer(row, tokenizer)[:max_tokens] for row in prompts.to_pylist()]
+    return tokens, answers
+
+
+def _answer(row: dict, tokenizer: Tokenizer) -> list[int]:
+    target = json.loads(row["info"]).get("target")
+    if target is not None:
+        return tokenizer.encode(target, special_tokens=False)
+    return tokenizer.encode(row["ground_truth"], special_tokens=False) + list(tokenizer.eos_ids[:1])
 
 
 def _write_warm_model(job: Request, context: Context, trainable, base, settings) -> None:

@@ -5,9 +5,8 @@ import pyarrow as pa
 from rl.artifacts import Publisher, group_id, read_table, write_table
 from rl.context import Context
 from rl.models.tokenizer import Tokenizer
-from rl.rewards import score
 from rl.rollout.sampler import generate
-from rl.stages.experience import completion_table, sampling_config
+from rl.stages.experience import completion_table, sampling_config, score_rollouts
 from rl.stages.request import Request
 from rl.stages.tokens import encode_prompts
 from rl.sync import memory_of, rollout_policy
@@ -23,7 +22,8 @@ def evaluate_policy(job: Request, context: Context) -> str:
     prompts = read_table(job.input("prompts"), "prompts")
     prompts = prompts.slice(0, config["evaluation.max_prompts"])
     texts, tokens = encode_prompts(prompts, tokenizer)
-    groups, figures = generate(
+    figures: dict = {}
+    groups = generate(
         policy.spec,
         policy.trainable,
         policy.frozen,
@@ -34,11 +34,12 @@ def evaluate_policy(job: Request, context: Context) -> str:
         sampling_config(config, config["evaluation.temperature"]),
         job.cost["max_rows"],
         check_alive=context.check_alive,
+        figures=figures,
     )
     job.costs_found |= {"rollout": figures, "sync": policy.sync}
     keys = [group_id(SEED, job.iteration, name) for name in prompts["prompt_id"].to_pylist()]
     table = completion_table(prompts, texts, tokens, groups, keys, policy.version)
-    table = _scored(table, config["reward"])
+    table = _scored(table, config["reward"], context)
     write_table(
         Publisher(context.check_alive),
         job.outputs["evaluation"],
@@ -50,8 +51,8 @@ def evaluate_policy(job: Request, context: Context) -> str:
     return f"held-out accuracy {correct / table.num_rows:.3f} ({correct} of {table.num_rows})"
 
 
-def _scored(table: pa.Table, reward: dict) -> pa.Table:
-    rewards = score(table, reward["functions"], SEED, reward["time_limit_s"])
+def _scored(table: pa.Table, block: dict, context: Context) -> pa.Table:
+    rewards = score_rollouts(table, block, SEED, context)
     values = rewards["reward"].to_pylist()
     table = table.append_column("reward", rewards["reward"])
     is_correct = [value is not None and value >= 1.0 for value in values]

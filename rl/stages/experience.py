@@ -1,5 +1,7 @@
 """Experience of one iteration: prompts, rollouts and their rewards."""
 
+from collections.abc import Mapping
+
 import pyarrow as pa
 
 from rl.artifacts import (
@@ -13,7 +15,9 @@ from rl.context import Context
 from rl.errors import MeshdialError
 from rl.models.tokenizer import Tokenizer
 from rl.rewards import score, scorer_hash
-from rl.rollout.sampler import Completion, SamplingConfig, generate
+from rl.rollout.completion import Completion
+from rl.rollout.sampler import generate
+from rl.rollout.sampling import SamplingConfig
 from rl.stages.request import Request
 from rl.stages.tokens import encode_prompts
 from rl.sync import memory_of, rollout_policy
@@ -42,7 +46,8 @@ def generate_rollouts(job: Request, context: Context) -> str:
     window = prompts.take(rows)
     texts, tokens = encode_prompts(window, tokenizer)
     sampling = sampling_config(config, config["rollout.temperature"])
-    groups, figures = generate(
+    figures: dict = {}
+    groups = generate(
         policy.spec,
         policy.trainable,
         policy.frozen,
@@ -53,6 +58,7 @@ def generate_rollouts(job: Request, context: Context) -> str:
         sampling,
         job.cost["max_rows"],
         check_alive=context.check_alive,
+        figures=figures,
     )
     job.costs_found |= {"rollout": figures, "sync": policy.sync}
     names = window["prompt_id"].to_pylist()
@@ -116,11 +122,24 @@ def completion_table(
     return make_table("rollouts", {name: [row[name] for row in rows] for name in rows[0]})
 
 
+def score_rollouts(rollouts: pa.Table, block: Mapping, seed: int, context: Context) -> pa.Table:
+    """The rewards of these rollouts by the config's block `reward`."""
+    limit = block["memory_limit_mb"]
+    return score(
+        rollouts,
+        block["functions"],
+        seed,
+        block["time_limit_s"],
+        memory_limit_bytes=None if limit is None else limit * 2**20,
+        check_alive=context.check_alive,
+    )
+
+
 def score_rewards(job: Request, context: Context) -> str:
     """A reward for each rollout; a scorer that failed is recorded and is no reward of 0."""
     rollouts = read_table(job.input("rollouts"), "rollouts")
     block = job.config["reward"]
-    rewards = score(rollouts, block["functions"], job.config["seed"], block["time_limit_s"])
+    rewards = score_rollouts(rollouts, block, job.config["seed"], context)
     if rewards["sample_id"].to_pylist() != rollouts["sample_id"].to_pylist():
         raise MeshdialError(
             f"{job.input('rollouts')}: the scorer returned other samples than it was given"

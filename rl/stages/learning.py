@@ -32,7 +32,8 @@ def update_actor(job: Request, context: Context) -> str:
         config["learner.updates_per_batch"],
         progress=lambda _: context.check_alive(),
     )
-    publish_policy(job, context, trainable, state, policy.version + 1, policy.content_id)
+    kind, version = config["optimizer"]["name"], policy.version + 1
+    publish_policy(job, context, trainable, state, kind, version, policy.content_id)
     write_json(Publisher(context.check_alive), job.outputs["figures"], figures)
     names = ["loss", "kl", "entropy", "gradient_norm"]
     return ", ".join(f"{n.replace('_', ' ')} {figures[n]:.4g}" for n in names if n in figures)

@@ -5,10 +5,20 @@ import os
 from rl.artifacts import Publisher
 from rl.checkpoint import save_policy
 from rl.context import Context
-from rl.learner import OptimizerConfig, init_optimizer
+from rl.learner import init_optimizer
 from rl.models.transformer import init_lora
 from rl.stages.request import Request
-from rl.sync import base_facts, cast, load_base, load_policy, memory_of, nbytes, remember_policy
+from rl.sync import (
+    base_facts,
+    cast,
+    first_optimizer,
+    load_base,
+    load_policy,
+    memory_of,
+    nbytes,
+    placed,
+    remember_policy,
+)
 from rl.weights import export_weights
 
 
@@ -18,32 +28,18 @@ def start_policy(job: Request, context: Context) -> str:
     config, manifest = base_facts(folder)
     spec = job.spec(config, manifest["dtype"])
     if spec.lora:
-        trainable = init_lora(spec, job.config["seed"])
+        trainable = placed(init_lora(spec, job.config["seed"]))
     else:
         trainable = load_base(memory_of(context), folder, is_private=True).parameters
-    state = init_optimizer(first_optimizer(job.config["optimizer.name"]), trainable)
-    publish_policy(job, context, trainable, state, 0, None)
+    state = placed(init_optimizer(first_optimizer(job.config["optimizer.name"]), trainable))
+    publish_policy(job, context, trainable, state, job.config["optimizer.name"], 0, None)
     count = sum(value.size for value in trainable.values())
     return f"{count / 1e6:.2f} M trainable parameters"
 
 
-def first_optimizer(name: str) -> OptimizerConfig:
-    """The optimizer's state depends on its kind alone; the numbers are those of the updates."""
-    return OptimizerConfig(
-        kind=name,
-        learning_rate=0.0,
-        schedule="constant",
-        warmup_updates=0,
-        schedule_updates=0,
-        beta1=0.0,
-        beta2=0.0,
-        epsilon=1e-8,
-        weight_decay=0.0,
-        clip_norm=1.0,
-    )
-
-
-def publish_policy(job: Request, context: Context, trainable, state, version: int, parent) -> dict:
+def publish_policy(
+    job: Request, context: Context, trainable, state, optimizer: str, version: int, parent
+) -> dict:
     """Write a policy's checkpoint, and keep its arrays for whoever asks for it next."""
     manifest = save_policy(
         Publisher(context.check_alive),
@@ -51,7 +47,7 @@ def publish_policy(job: Request, context: Context, trainable, state, version: in
         trainable,
         state,
         {"version": version},
-        job.provenance(version=version, parent=parent),
+        job.provenance(version=version, parent=parent, optimizer=optimizer),
     )
     remember_policy(memory_of(context), manifest, trainable, state)
     return manifest

@@ -21,6 +21,7 @@ class Request:
     outputs: Mapping[str, Path]
     cost: Mapping[str, int]
     iteration: int = 0
+    last: int = 0
     run: str = ""
     timings: Path | None = None
     costs_found: dict[str, Any] = field(default_factory=dict)
@@ -36,6 +37,7 @@ class Request:
             outputs={name: root / path for name, path in values["outputs"].items()},
             cost={name: int(value) for name, value in values.get("cost", {}).items()},
             iteration=int(values.get("iteration") or 0),
+            last=int(values.get("last") or 0),
             run=values.get("run") or "",
             timings=root / values["timings"] if values.get("timings") else None,
         )

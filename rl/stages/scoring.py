@@ -5,10 +5,10 @@ import numpy as np
 from rl.algorithms.advantages import group_advantages
 from rl.artifacts import Publisher, join, make_table, read_table, write_table
 from rl.context import Context
-from rl.learner import score_batch, slots
+from rl.learner import score_batch, unpack
 from rl.models.spec import ModelSpec
 from rl.stages.request import Request
-from rl.stages.tokens import per_rollout, update_batch
+from rl.stages.tokens import update_batch
 from rl.sync import load_base, load_policy, memory_of
 
 
@@ -31,8 +31,7 @@ def _write_logprobs(job: Request, context: Context, kind: str, spec, trainable, 
     rollouts = read_table(job.input("rollouts"), "rollouts")
     batch = update_batch(rollouts, job.config["rollout.temperature"])
     logprobs_PGT = score_batch(spec, trainable, frozen, batch, job.cost["micro_batch_size"])
-    row_PG, _ = slots(rollouts["group_id"].to_pylist())
-    values = per_rollout(np.asarray(logprobs_PGT), rollouts, row_PG)
+    values = unpack(logprobs_PGT, batch, rollouts["group_id"].to_pylist())
     column = "reference_logprobs" if kind == "reference" else "policy_logprobs"
     table = make_table(kind, {"sample_id": rollouts["sample_id"].to_pylist(), column: values})
     write_table(Publisher(context.check_alive), job.outputs[kind], kind, table, job.provenance())

@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import pyarrow as pa
@@ -13,14 +13,15 @@ from rl.models.tokenizer import Tokenizer
 
 
 def encode_prompts(prompts: pa.Table, tokenizer: Tokenizer) -> tuple[list[str], list[list[int]]]:
-    """(text, tokens) of each prompt; a conversation goes through the tokenizer's chat template."""
-    texts = [
-        tokenizer.render_chat(json.loads(row["messages"]))
-        if row["prompt"] is None
-        else row["prompt"]
-        for row in prompts.select(["prompt", "messages"]).to_pylist()
-    ]
-    return texts, [tokenizer.encode(text) for text in texts]
+    """(text, tokens) of each prompt; a conversation goes through the tokenizer's chat template,
+    which writes the special tokens itself."""
+    texts, tokens = [], []
+    for row in prompts.select(["prompt", "messages"]).to_pylist():
+        is_chat = row["prompt"] is None
+        text = tokenizer.render_chat(json.loads(row["messages"])) if is_chat else row["prompt"]
+        texts.append(text)
+        tokens.append(tokenizer.encode(text, special_tokens=not is_chat))
+    return texts, tokens
 
 
 def lists(table: pa.Table, column: str) -> list[np.ndarray]:
@@ -52,16 +53,3 @@ def update_batch(
         temperature=temperature,
         **more,
     )
-
-
-def per_rollout(
-    values_PGT: np.ndarray, rollouts: pa.Table, slots_PG: np.ndarray
-) -> Sequence[np.ndarray]:
-    """Values by group back in the rows of the rollout table, without padding."""
-    lengths = [len(tokens) for tokens in lists(rollouts, "completion_tokens")]
-    rows: list = [None] * len(lengths)
-    for p, g in np.ndindex(slots_PG.shape):
-        row = slots_PG[p, g]
-        if row >= 0:
-            rows[row] = np.asarray(values_PGT[p, g, : lengths[row]], np.float32)
-    return rows

@@ -1,5 +1,6 @@
 import hashlib
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from rl.config import sweep_name
 from rl.errors import MeshdialError
 from rl.mesh import layout
 from rl.report.sinks import check_sink
+from rl.rewards.functions import module_file
 from rl.schedule import is_evaluated, is_kept
 from rl.stage_table import stage_config
 from rl.workflow import enter_workflow
@@ -46,7 +48,7 @@ def shared_stage(name, inputs="", outputs="", costs=""):
 
 def stage(name, inputs="", outputs="", costs=""):
     """As `shared_stage`, of one iteration of one run."""
-    place = " --run {wildcards.run} --iteration {wildcards.iteration}"
+    place = " --run {wildcards.run} --iteration {wildcards.iteration} --last {resources.last}"
     return shared_stage(name, inputs, outputs, costs) + place
 
 
@@ -74,6 +76,11 @@ def mesh_of(role):
 def cost(key, block):
     """A setting that changes cost alone, so that it is no reason to run a stage again."""
     return lambda wildcards: run_of(wildcards)[block][key]
+
+
+def last_iteration(wildcards):
+    """For the progress line alone, and therefore a resource."""
+    return run_of(wildcards)["iterations"]
 
 
 def run_priority(wildcards):

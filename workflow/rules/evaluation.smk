@@ -34,6 +34,7 @@ rule evaluate_policy:
         weights="results/{run}/{iteration}/weights",
         base=base_of,
         prompts=heldout_prompts_of,
+        scorers=scorer_files,
     output:
         evaluation="results/{run}/{iteration}/evaluation.parquet",
     log:
@@ -44,6 +45,7 @@ rule evaluate_policy:
         "../envs/meshdial.yaml"
     resources:
         mesh=mesh_of("rollout"),
+        last=last_iteration,
         max_rows=cost("max_rows", "rollout"),
     params:
         config=slice_of("evaluate_policy"),

@@ -40,6 +40,7 @@ rule generate_rollouts:
         "../envs/meshdial.yaml"
     resources:
         mesh=mesh_of("rollout"),
+        last=last_iteration,
         max_rows=cost("max_rows", "rollout"),
     params:
         config=slice_of("generate_rollouts"),
@@ -55,6 +56,7 @@ rule generate_rollouts:
 rule score_rewards:
     input:
         rollouts="results/{run}/{iteration}/rollouts.parquet",
+        scorers=scorer_files,
     output:
         rewards="results/{run}/{iteration}/rewards.parquet",
     log:
@@ -65,6 +67,7 @@ rule score_rewards:
         "../envs/meshdial.yaml"
     resources:
         mesh=mesh_of("reward"),
+        last=last_iteration,
     params:
         config=slice_of("score_rewards"),
     shell:
@@ -89,6 +92,7 @@ rule reference_logprobs:
         "../envs/meshdial.yaml"
     resources:
         mesh=mesh_of("reference"),
+        last=last_iteration,
         micro_batch_size=cost("micro_batch_size", "learner"),
     params:
         config=slice_of("reference_logprobs"),
@@ -116,6 +120,7 @@ rule policy_logprobs:
         "../envs/meshdial.yaml"
     resources:
         mesh=mesh_of("actor"),
+        last=last_iteration,
         micro_batch_size=cost("micro_batch_size", "learner"),
     params:
         config=slice_of("policy_logprobs"),
@@ -142,6 +147,7 @@ rule estimate_advantages:
         "../envs/meshdial.yaml"
     resources:
         mesh=mesh_of("actor"),
+        last=last_iteration,
     params:
         config=slice_of("estimate_advantages"),
     shell:

@@ -1,6 +1,21 @@
-# Before the first job of an invocation: one workflow at a time, and no silent re-making of the past.
+# Around the jobs of an invocation: one workflow at a time, no silent re-making of the past, and a
+# line for each stage in place of the scheduler's own.
+
+import logging
 
 from rl.workflow import take_run_lock
+
+CHATTER = ("job_started", "job_finished", "progress")
+
+
+def is_worth_showing(record):
+    """Each stage says itself when it is done, so the scheduler need not."""
+    event = getattr(record, "event", None)
+    return str(event) not in CHATTER and not record.getMessage().startswith("Select jobs")
+
+
+if not workflow.dryrun:
+    logging.getLogger("snakemake.logging").addFilter(is_worth_showing)
 
 
 def iterations_to_restore(name, run):

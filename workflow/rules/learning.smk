@@ -24,6 +24,7 @@ rule update_actor:
         "../envs/meshdial.yaml"
     resources:
         mesh=mesh_of("actor"),
+        last=last_iteration,
         micro_batch_size=cost("micro_batch_size", "learner"),
     params:
         config=slice_of("update_actor"),
@@ -69,6 +70,7 @@ rule check_iteration:
         "../envs/meshdial.yaml"
     resources:
         mesh=mesh_of("actor"),
+        last=last_iteration,
     params:
         config=slice_of("check_iteration"),
     shell:

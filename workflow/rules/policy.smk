@@ -64,6 +64,7 @@ rule start_policy:
         "../envs/meshdial.yaml"
     resources:
         mesh=mesh_of("actor"),
+        last=last_iteration,
     params:
         config=slice_of("start_policy"),
     shell:
@@ -89,6 +90,7 @@ rule sync_weights:
         "../envs/meshdial.yaml"
     resources:
         mesh=mesh_of("actor"),
+        last=last_iteration,
     params:
         config=slice_of("sync_weights"),
     shell:
