@@ -110,3 +110,13 @@ def _end_process(arrivals: int, ends: list[int], workflow: dict | None) -> None:
             break
     time.sleep(CLEANUP_S)
     os._exit(128 + (number or signal.SIGTERM))
+
+
+def resident_bytes() -> int:
+    """Memory that this process holds now; its peak where there is no /proc."""
+    if os.path.exists("/proc/self/statm"):
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

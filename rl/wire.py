@@ -75,12 +75,12 @@ class Channel:
 
 
 def connect(path: str) -> Channel | None:
-    """A channel to whoever listens at `path`; None if nobody does."""
+    """A channel to whoever listens at `path`; None if nobody does, or too many call at once."""
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(CONNECT_S)
     try:
         connection.connect(path)
-    except (FileNotFoundError, ConnectionRefusedError, ConnectionResetError, TimeoutError):
+    except (FileNotFoundError, ConnectionError, TimeoutError, BlockingIOError):
         connection.close()
         return None
     return Channel(connection)

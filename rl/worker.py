@@ -13,7 +13,6 @@ What it holds is only a cache: killed at any moment, it leaves nothing that anyo
 import argparse
 import faulthandler
 import os
-import resource
 import socket
 import sys
 import threading
@@ -109,12 +108,14 @@ class Worker:
                 return self._sent_back()
         except MeshdialError as error:
             return {"event": "failed", "message": str(error)}
+        job.check_alive()
         self.num_served += 1
         job.tell("started", pid=os.getpid(), log_size=os.path.getsize(self.place.log))
         os.chdir(self.place.root)
         try:
             return run_stage(job.request, Context(self.memory, job.show, job.check_alive))
         except SystemExit as error:
+            self.memory.clear()
             return {"event": "failed", "message": f"the stage tried to end the worker ({error})"}
 
     def _take_devices(self, job: Job) -> bool:
@@ -211,7 +212,7 @@ class Worker:
                 "stage": self.running.request["stage"] if self.running else "",
                 "num_waiting": len(self.queue),
                 "idle_s": 0.0 if self.running else time.monotonic() - self.active,
-                "memory_bytes": resident_bytes(),
+                "memory_bytes": liveness.resident_bytes(),
             }
 
     def _can_yield(self, theirs: list[dict]) -> bool:
@@ -330,14 +331,6 @@ def _start_thread(target: Callable[[], None]) -> threading.Thread:
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     return thread
-
-
-def resident_bytes() -> int:
-    """Memory that this process holds now; its peak where there is no /proc."""
-    if os.path.exists("/proc/self/statm"):
-        with open("/proc/self/statm", encoding="ascii") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def say(text: str) -> None:

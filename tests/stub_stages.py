@@ -85,8 +85,9 @@ def alone(seconds, request, context):
 
 
 def start_child(name, request, context):
-    """A child that outlives the worker, with its output elsewhere."""
-    note(subprocess.Popen([name, "60"], stdout=-3, stderr=-3).pid, request, context)
+    """A child that outlives the worker and keeps every file that it can inherit."""
+    child = subprocess.Popen([name, "60"], stdout=-3, stderr=-3, close_fds=False)
+    note(child.pid, request, context)
 
 
 def leave(code, request, context):

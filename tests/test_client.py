@@ -13,7 +13,7 @@ from rl import client
 from rl.errors import MeshdialError
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-pytest_plugins = ["worker_field"]
+pytest_plugins = ["tests.worker_field"]
 
 
 def request_of(*words):

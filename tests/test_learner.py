@@ -381,8 +381,10 @@ def test_the_update_takes_ownership():
 
 
 def test_one_gradient_program_whatever_is_skipped_or_left_over():
-    run(batch(**ON_POLICY), micro=15)
+    packed = batch(**ON_POLICY)
+    trainable, state, _ = run(packed, micro=15)
     before = add_gradient._cache_size()
+    update(LORA, trainable, parameters()[1], state, packed, LOSS, SGD, 15, 1)
     for zero_groups in ((), (0,), (0, 1, 2), (0, 1, 2, 3)):
         for optimizer in (SGD, replace(SGD, learning_rate=0)):
             for loss in (LOSS, replace(LOSS, clip_high=1, kl_coefficient=0)):
@@ -475,6 +477,11 @@ def test_pack_lays_rollouts_out_by_group():
     np.testing.assert_array_equal(packed.advantages_PG, [[0.5, -0.5], [1.5, 0.0]])
     assert packed.trained_mask().sum() == 6
     assert packed.completion_tokens_PGT.shape == (2, 2, 8)
+
+
+def test_completions_are_not_padded_beyond_the_longest_that_they_can_be():
+    lengths = {limit: batch(max_tokens=limit).completion_tokens_PGT.shape[2] for limit in (3, 7, 9)}
+    assert lengths == {3: 7, 7: 7, 9: 8}  # the longest of the batch has 7 tokens
 
 
 def test_groups_of_different_sizes_train_like_their_rollouts():

@@ -1,12 +1,14 @@
 """The runtime folder, its names and locks, and who counts as alive."""
 
 import os
+import socket
 import subprocess
 import sys
+import threading
 
 import pytest
 
-from rl import liveness, runtime
+from rl import liveness, runtime, wire
 from rl.errors import ClientGone, MeshdialError
 
 
@@ -218,3 +220,40 @@ def test_the_workflow_is_named_by_the_environment(monkeypatch):
     monkeypatch.setenv("MESHDIAL_PARENT_PID", "mother")
     with pytest.raises(MeshdialError, match="expected the number of a process"):
         liveness.find_workflow()
+
+
+def test_a_listener_with_too_many_callers_is_no_error(folder):
+    path = os.path.join(runtime.runtime_dir(), "a.sock")
+    assert wire.connect(path) is None
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen(0)
+        channels = [wire.connect(path) for _ in range(5)]
+        assert channels[0] is not None
+        assert channels[-1] is None
+    for channel in channels:
+        if channel is not None:
+            channel.close()
+    assert wire.connect(path) is None
+
+
+def test_messages_arrive_whole_and_in_order():
+    here, there = map(wire.Channel, socket.socketpair())
+    large = {"text": "line\n" * 40_000}
+    assert here.send({"n": 1})
+    assert there.receive(1.0) == {"n": 1}
+    with pytest.raises(TimeoutError):
+        there.receive(0.1)
+    sender = threading.Thread(target=here.send, args=(large,))
+    sender.start()
+    assert there.receive(5.0) == large
+    sender.join()
+    assert there.is_open()
+    assert here.send({"n": 2})
+    here.close()
+    assert there.is_open()  # what was sent before the end is still to be read
+    assert there.receive(1.0) == {"n": 2}
+    assert there.receive(1.0) is None
+    assert not there.is_open()
+    assert not there.send({})
+    there.close()

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from rl.errors import MeshdialError
-from rl.rollout.sampling import SamplingConfig, position_uniforms, row_keys, sample_tokens
+from rl.rollout.sampling import SamplingConfig, sample_tokens, sample_uniforms
 
 ALMOST_ONE = np.float32(1 - 2**-24)
 draw = jax.jit(sample_tokens)
@@ -106,10 +106,9 @@ def test_the_last_number_draws_the_last_token_that_has_probability():
 def test_frequencies_are_the_probabilities(options, expected):
     """Chi-square over 20,000 draws with the random numbers that a run uses."""
     num_draws, expected = 20_000, np.asarray(expected)
-    keys = row_keys(3, 5, jnp.arange(200), jnp.tile(jnp.arange(100)[None], (200, 1)))
-    uniforms = position_uniforms(keys.reshape(-1), 7)
+    uniforms = numbers_of(3, 5, range(200), range(100), 8)[7]
     logits = np.tile(np.log([0.1, 0.2, 0.3, 0.4]), (num_draws, 1))
-    counts = np.bincount(sample(logits, uniforms, **options)[0], minlength=4)
+    counts = np.bincount(sample(logits, uniforms.reshape(-1), **options)[0], minlength=4)
     assert (counts[expected == 0] == 0).all()
     is_kept = expected > 0
     wanted = num_draws * expected[is_kept]
@@ -119,9 +118,10 @@ def test_frequencies_are_the_probabilities(options, expected):
 def test_frequencies_over_a_large_vocabulary():
     rng = np.random.default_rng(1)
     logits = rng.normal(size=1000) * 2
-    keys = row_keys(0, 0, jnp.arange(50), jnp.tile(jnp.arange(400)[None], (50, 1)))
-    uniforms = position_uniforms(keys.reshape(-1), 0)
-    counts = np.bincount(sample(np.tile(logits, (20_000, 1)), uniforms)[0], minlength=1000)
+    uniforms = numbers_of(0, 0, range(50), range(400))
+    counts = np.bincount(
+        sample(np.tile(logits, (20_000, 1)), uniforms.reshape(-1))[0], minlength=1000
+    )
     wanted = 20_000 * softmax(logits)
     is_common = wanted > 5
     counts = np.append(counts[is_common], counts[~is_common].sum())
@@ -237,28 +237,35 @@ def test_rows_are_truncated_on_their_own():
 # Random numbers
 
 
+def numbers_of(seed, iteration, prompts, samples, num_positions=1):
+    samples_PG = np.tile(np.asarray(samples)[None], (len(prompts), 1))
+    arrays = (np.asarray(prompts), samples_PG)
+    return np.asarray(sample_uniforms(seed, iteration, *arrays, num_positions=num_positions))
+
+
 def test_a_samples_numbers_depend_on_what_it_is_and_not_on_where_it_runs():
-    prompts, samples = jnp.array([4, 9]), jnp.array([[0, 1, 2], [0, 1, 2]])
-    keys_PG = row_keys(1, 2, prompts, samples)
-    moved_PG = row_keys(1, 2, prompts[::-1], samples[:, ::-1])
-    numbers = position_uniforms(keys_PG.reshape(-1), 11).reshape(2, 3)
-    moved = position_uniforms(moved_PG.reshape(-1), 11).reshape(2, 3)
-    np.testing.assert_array_equal(numbers, moved[::-1, ::-1])
+    numbers_TPG = numbers_of(1, 2, [4, 9], [0, 1, 2], 16)
+    moved_TPG = numbers_of(1, 2, [9, 4, 5], [2, 1, 0], 16)
+    np.testing.assert_array_equal(numbers_TPG, moved_TPG[:, 1::-1, ::-1])
+    np.testing.assert_array_equal(numbers_TPG[:3], numbers_of(1, 2, [4, 9], [0, 1, 2], 3))
+
+
+def test_numbers_are_folded_in_seed_iteration_prompt_sample_and_position():
+    key = jax.random.key(7)
+    for name in (8, 9, 10, 11):
+        key = jax.random.fold_in(key, name)
+    expected = int(jax.random.bits(key, (), np.uint32)) // 2**8 / 2**24
+    assert numbers_of(7, 8, [9], [10], 12)[11, 0, 0] == expected
 
 
 def test_numbers_differ_in_seed_iteration_prompt_sample_and_position():
-    def number(seed=0, iteration=0, prompt=0, sample=0, position=0):
-        keys_PG = row_keys(seed, iteration, jnp.array([prompt]), jnp.array([[sample]]))
-        return float(position_uniforms(keys_PG[0], position)[0])
-
-    numbers = [number(), number(1), number(0, 1), number(0, 0, 1), number(0, 0, 0, 1)]
-    numbers += [number(0, 0, 0, 0, 1), number(1, 1)]
-    assert len(set(numbers)) == len(numbers)
+    names = [(s, i, [p], [g]) for s in (0, 1) for i in (0, 1) for p in (0, 1) for g in (0, 1)]
+    numbers = [number for name in names for number in numbers_of(*name, 2).ravel()]
+    assert len(set(numbers)) == 32
 
 
 def test_numbers_are_multiples_of_two_to_the_minus_24_below_one():
-    keys_PG = row_keys(0, 0, jnp.arange(100), jnp.tile(jnp.arange(100)[None], (100, 1)))
-    numbers = np.asarray(position_uniforms(keys_PG.reshape(-1), 0), np.float64)
+    numbers = numbers_of(0, 0, range(100), range(100)).astype(np.float64)
     assert (numbers * 2**24 == np.floor(numbers * 2**24)).all()
     assert (numbers % 2**-23 != 0).any()
     assert 0 <= numbers.min() and numbers.max() < 1

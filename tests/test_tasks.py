@@ -46,7 +46,7 @@ def test_addition_prompt_is_three_worked_examples_and_the_question():
     row = next(row for row in train + heldout if row["prompt_id"] == "addition/5+9")
     assert row == {
         "prompt_id": "addition/5+9",
-        "prompt": "Q: 7+5?\nA: 12\n\nQ: 2+6?\nA: 8\n\nQ: 9+4?\nA: 13\n\nQ: 5+9?\nA:",
+        "prompt": "Q: 7+5?\nA: 12\n\nQ: 1+2?\nA: 3\n\nQ: 3+3?\nA: 6\n\nQ: 5+9?\nA:",
         "messages": None,
         "ground_truth": "14",
         "info": '{"target": " 14\\n"}',
@@ -139,7 +139,7 @@ def test_the_number_of_examples_moves_no_question_to_the_other_side(name):
 @pytest.mark.parametrize(
     "name, content",
     [
-        ("addition", "0ee61348b4d7 0f8fdf2c620f"),
+        ("addition", "2c477968e364 474b545cf690"),
         ("next_number", "9ea6e59f27ee 5da8e4af0ea5"),
         ("larger", "3d1768da84c9 9dfeb39b5d12"),
         ("sort_digits", "98c622516bcb 011924bed992"),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rl import cli, liveness, runtime
 
-pytest_plugins = ["worker_field"]
+pytest_plugins = ["tests.worker_field"]
 
 
 def until_waiting(field, number):
@@ -163,6 +163,23 @@ def test_a_stage_that_nobody_waits_for_is_cut_off(field):
     first.kill()
     assert field.call(["note", "next"])[0] == 0
     assert field.until_noted("next") != worker
+
+
+def test_nothing_is_published_for_a_dead_workflow_though_the_client_lives(field):
+    workflow = field.workflow()
+    process = field.start(
+        *(["note", "in"], ["wait_for", "go"], ["publish", "text"]),
+        MESHDIAL_PARENT_PID=str(workflow.pid),
+        MESHDIAL_WORKER_LINGER_S="0.2",
+    )
+    worker = field.until_noted("in")
+    process.send_signal(signal.SIGSTOP)  # so that it cannot leave by itself
+    workflow.kill()
+    (field.root / "go").touch()
+    field.until(lambda: liveness.identify(worker) is None)
+    assert not (field.root / "out.txt").exists()
+    process.send_signal(signal.SIGCONT)
+    assert field.finish(process)[0] == 1
 
 
 def test_dead_sockets_are_replaced(field):

@@ -68,13 +68,14 @@ def pack(
     proximal_logprobs: Sequence[Sequence[float]] | None = None,
     reference_logprobs: Sequence[Sequence[float]] | None = None,
     temperature: float,
+    max_tokens: int | None = None,
 ) -> UpdateBatch:
     """Lay N rollouts, one entry each in every argument, out by groups.
 
     Groups stand in the order of their first rollout, and rollouts keep their order within a group;
     `unpack` undoes it. A group smaller than the largest is filled with rows of length 0. Left out,
     the mask keeps every token, and advantages and rollout log-probabilities are 0: enough for
-    `score_batch`.
+    `score_batch`. `max_tokens`, the longest that a completion can be, saves padding beyond it.
     Raises MeshdialError where a rollout is empty, its lists differ in length, or a group has more
     than one prompt.
     """
@@ -82,7 +83,8 @@ def pack(
     lengths = [len(tokens) for tokens in completion_tokens]
     _refuse_empty(prompt_tokens, lengths)
     _refuse_mixed(prompt_tokens, group_ids, group_PG)
-    T = bucket_length(max(lengths))
+    longest = max(lengths)
+    T = max(longest, min(bucket_length(longest), max_tokens or bucket_length(longest)))
 
     def by_group(name, lists, dtype):
         _refuse_other_lengths(name, lists, lengths)

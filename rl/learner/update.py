@@ -219,7 +219,7 @@ def _forward(spec, trainable, frozen, rows: MicroBatch) -> tuple[jax.Array, jax.
 
 def _zeros(trainable: Parameters) -> Parameters:
     """Where the gradient adds up: float32 whatever the parameters are, and laid out like them."""
-    return {k: jnp.zeros(v.shape, jnp.float32, device=v.sharding) for k, v in trainable.items()}
+    return {name: jnp.zeros_like(value, jnp.float32) for name, value in trainable.items()}
 
 
 def _needed(batch: UpdateBatch, config: LossConfig) -> np.ndarray:

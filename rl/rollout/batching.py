@@ -38,7 +38,9 @@ def plan_batches(prompt_lengths: Sequence[int], group_size: int, max_rows: int) 
         batches = [Batch((i,), j, min(part, group_size - j)) for i in order for j in firsts]
         return Plan(tuple(batches), 1, part)
     size = _even(len(order), max_rows // group_size)
-    batches = [Batch(tuple(order[i : i + size]), 0, group_size) for i in range(0, len(order), size)]
+    batches = [
+        Batch(tuple(order[i : i + size]), 0, group_size) for i in range(0, len(order), size or 1)
+    ]
     return Plan(tuple(batches), size, group_size)
 
 
@@ -49,6 +51,14 @@ def _even(num_items: int, most: int) -> int:
 
 
 def bucket(length: int) -> int:
-    """The padded length: a multiple of 8 to 64, then four sizes an octave, so few are compiled."""
-    size = max(8, 2 ** ((max(length, 1) - 1).bit_length() - 3))
+    """The padded length: a multiple of 8 to 32, then two sizes an octave, so few are compiled."""
+    length = max(length, 1)
+    size = max(8, 2 ** ((length - 1).bit_length() - 2))
     return -(-length // size) * size
+
+
+def compacted_rows(num_open: int, num_rows: int, fewest: int = 8) -> int:
+    """To how many rows a batch shrinks of which `num_open` still decode: a half, a quarter, ..."""
+    while num_rows // 2 >= max(num_open, fewest):
+        num_rows //= 2
+    return num_rows

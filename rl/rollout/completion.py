@@ -1,11 +1,13 @@
 """A completion while it grows, and where it ends."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
+from rl.errors import MeshdialError
 from rl.rollout.sampling import SamplingConfig
 
 
@@ -39,6 +41,7 @@ class Row:
 
     tokenizer: Tokenizer
     sampling: SamplingConfig
+    prompt_number: int
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     sampling_logprobs: list[float] = field(default_factory=list)
@@ -49,6 +52,10 @@ class Row:
         """Take the tokens up to the one that ends the completion; drop those after it."""
         if self.finish_reason:
             return
+        if not all(map(math.isfinite, logprobs)):
+            raise MeshdialError(
+                f"the model's logits for a completion of prompt {self.prompt_number} are not finite"
+            )
         num_before = len(self.tokens)
         self.tokens += tokens
         self._find_end(num_before)

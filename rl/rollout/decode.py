@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from rl.models.spec import ModelSpec, Parameters
 from rl.models.transformer import Cache, decode_logits, empty_own_cache
-from rl.rollout.sampling import SamplingNumbers, position_uniforms, row_keys, sample_tokens
+from rl.rollout.sampling import SamplingNumbers, sample_tokens
 from rl.rollout.shared_prefix import prefill_after
 
 MAX_STEPS = 8
@@ -28,19 +28,9 @@ class Prefilled(NamedTuple):
 
     cache: Cache
     lengths_P: jax.Array
-    keys_PG: jax.Array
 
 
-class SampleKeys(NamedTuple):
-    """What names each sample's random stream."""
-
-    seed: jax.Array | int
-    iteration: jax.Array | int
-    prompt_numbers_P: jax.Array
-    samples_PG: jax.Array
-
-
-@functools.partial(jax.jit, static_argnames=("spec", "num_slots"))
+@functools.partial(jax.jit, static_argnames="spec")
 def start(
     spec: ModelSpec,
     trainable: Parameters,
@@ -48,10 +38,9 @@ def start(
     prefix_tokens_T: jax.Array,
     own_tokens_PT: jax.Array,
     own_lengths_P: jax.Array,
-    sample_keys: SampleKeys,
+    uniforms_PG: jax.Array,
     sampling: SamplingNumbers,
-    num_slots: int,
-) -> tuple[Prefilled, Cache, Draws]:
+) -> tuple[Prefilled, Draws]:
     """Compute each prompt, and the prefix of all, once; draw every row's first token.
 
     A prompt is the prefix and then its own tokens, right-padded. Draws are of [P, G].
@@ -59,22 +48,21 @@ def start(
     logits_PV, cache = prefill_after(
         spec, trainable, frozen, prefix_tokens_T, own_tokens_PT, own_lengths_P
     )
-    keys_PG = row_keys(*sample_keys)
-    P, G = keys_PG.shape
+    P, G = uniforms_PG.shape
     logits_PGV = jnp.broadcast_to(logits_PV[:, None, :], (P, G, logits_PV.shape[1]))
-    draws = _draw(logits_PGV, keys_PG, 0, sampling)
-    own_cache = empty_own_cache(spec, P, G, num_slots)
+    draws = _draw(logits_PGV, uniforms_PG, sampling)
     lengths_P = prefix_tokens_T.shape[0] + own_lengths_P
-    return Prefilled(cache, lengths_P, keys_PG), own_cache, draws
+    return Prefilled(cache, lengths_P), draws
 
 
-@functools.partial(jax.jit, static_argnames=("spec",), donate_argnames=("own_cache",))
+@functools.partial(jax.jit, static_argnames="spec", donate_argnames=("own_cache",))
 def decode(
     spec: ModelSpec,
     trainable: Parameters,
     frozen: Parameters,
     prefilled: Prefilled,
     own_cache: Cache,
+    uniforms_NPG: jax.Array,
     sampling: SamplingNumbers,
     eos_ids: jax.Array,
     tokens_PG: jax.Array,
@@ -84,8 +72,9 @@ def decode(
 ) -> tuple[Cache, Draws, jax.Array]:
     """Feed `tokens_PG`, each row's token number `index`, and draw up to `num_steps` more.
 
-    Returns the own cache, Draws of [MAX_STEPS, P, G] and how many steps were taken: fewer than
-    `num_steps` where every row is finished before, as given or by an end-of-text token.
+    `uniforms_NPG` has numbers for MAX_STEPS tokens. Returns the own cache, Draws of the same shape
+    and how many steps were taken: fewer than `num_steps` where every row is finished before, as
+    given or by an end-of-text token.
     """
     shape = (MAX_STEPS, *tokens_PG.shape)
     blank = Draws(jnp.zeros(shape, jnp.int32), jnp.zeros(shape), jnp.zeros(shape))
@@ -106,7 +95,7 @@ def decode(
             tokens_PG,
             index + taken,
         )
-        draws = _draw(logits_PGV, prefilled.keys_PG, index + taken + 1, sampling)
+        draws = _draw(logits_PGV, uniforms_NPG[taken], sampling)
         is_end_PG = jnp.any(draws.tokens[:, :, None] == eos_ids[None, None, :], axis=-1)
         outputs = Draws(
             *(all_.at[taken].set(new) for all_, new in zip(outputs, draws, strict=True))
@@ -116,6 +105,9 @@ def decode(
     state = (jnp.int32(0), own_cache, tokens_PG, is_finished_PG, blank)
     taken, own_cache, _, _, outputs = jax.lax.while_loop(is_open, step, state)
     return own_cache, outputs, taken
+
+
+empty = jax.jit(empty_own_cache, static_argnums=(0, 1, 2, 3))
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "num_slots"))
@@ -128,8 +120,17 @@ def grow(spec: ModelSpec, own_cache: Cache, num_slots: int) -> Cache:
     )
 
 
-def _draw(logits_PGV, keys_PG, position, sampling) -> Draws:
-    uniforms_PG = position_uniforms(keys_PG.reshape(-1), position)
+@jax.jit
+def compact(
+    prefilled: Prefilled, own_cache: Cache, prompts_B: jax.Array, members_B: jax.Array
+) -> tuple[Prefilled, Cache]:
+    """The chosen rows alone, as [B, 1] groups of one, each with its own copy of its prompt."""
+    cache = jax.tree.map(lambda values_P: values_P[prompts_B], prefilled.cache)
+    own_cache = jax.tree.map(lambda values_PG: values_PG[prompts_B, members_B][:, None], own_cache)
+    return Prefilled(cache, prefilled.lengths_P[prompts_B]), own_cache
+
+
+def _draw(logits_PGV, uniforms_PG, sampling) -> Draws:
     logits_PG_V = logits_PGV.reshape(-1, logits_PGV.shape[-1])
-    draws = sample_tokens(logits_PG_V, uniforms_PG, sampling)
-    return Draws(*(values_PG.reshape(keys_PG.shape) for values_PG in draws))
+    draws = sample_tokens(logits_PG_V, uniforms_PG.reshape(-1), sampling)
+    return Draws(*(values_PG.reshape(uniforms_PG.shape) for values_PG in draws))

@@ -16,7 +16,6 @@ from rl.models.spec import ModelSpec, Parameters
 from rl.rollout.batching import plan_batches
 from rl.rollout.completion import Completion, Row, Tokenizer
 from rl.rollout.engine import Engine
-from rl.rollout.engine import steps_per_dispatch as default_steps
 from rl.rollout.sampling import SamplingConfig
 from rl.rollout.shared_prefix import num_shared_tokens
 
@@ -43,6 +42,7 @@ def generate(
     max_rows: most samples at once. check_alive: called between dispatches; what it raises ends
     the call. figures: a dict that receives num_tokens (sampled), seconds, decode_steps (of the
     model, after the prompts), row_steps (decode steps times rows, unused ones too), num_batches.
+    steps_per_dispatch: 1 to 8; by the model's size where it is not given.
 
     Raises MeshdialError for a prompt that is empty or too long, and for logits that are NaN.
     """
@@ -59,7 +59,7 @@ def generate(
         sampling,
         plan,
         num_shared_tokens(prompts) if plan.num_prompts > 1 else 0,
-        steps_per_dispatch or default_steps(spec, plan.num_rows),
+        steps_per_dispatch,
         progress,
         check_alive,
     )
@@ -72,7 +72,7 @@ def generate(
             num_tokens=sum(len(row.tokens) for rows in groups for row in rows),
             seconds=time.perf_counter() - began,
             decode_steps=engine.decode_steps,
-            row_steps=engine.decode_steps * plan.num_rows,
+            row_steps=engine.row_steps,
             num_batches=len(plan.batches),
         )
     return [[row.completion() for row in rows] for rows in groups]

@@ -6,6 +6,7 @@ log-probability for free, and nothing is sorted: top-k and top-p are thresholds 
 found by bisection on their float bits, so tokens that tie at a threshold are all kept.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -82,50 +83,61 @@ def sample_tokens(
     token is the argmax (the first, in a tie), and both are its log softmax(logits).
     """
     logits_BV = logits_BV.astype(jnp.float32)
+    logits_BNM = _blocks(logits_BV)
     is_greedy = jnp.asarray(sampling.temperature == 0)
     temperature = jnp.where(is_greedy, 1.0, sampling.temperature)
     peak_B = jnp.max(logits_BV, axis=-1)
-    logits_BNM = _blocks(logits_BV, -jnp.inf)
 
     def weigh(logits):
         """Probabilities relative to the most probable token's, which is exactly 1."""
-        return jnp.exp((logits - jnp.expand_dims(peak_B, range(1, logits.ndim))) / temperature)
+        return jnp.exp((logits - _align(peak_B, logits)) / temperature)
 
-    def greedy():
-        total_B = _sum(weigh(logits_BNM))
-        return _argmax(logits_BNM), total_B, total_B
+    def weigh_kept(logits):
+        return jnp.where(logits >= _align(least_B, logits), weigh(logits), 0.0)
 
-    def whole():
-        tokens_B, total_B = _inverse_cdf(logits_BNM, weigh, uniforms_B)
-        return tokens_B, total_B, total_B
+    def everything():
+        return jnp.full_like(peak_B, -jnp.inf)
 
     def truncated():
-        # The barrier: a weight must round alike where the threshold is found and where it is used.
-        weights_BNM = jax.lax.optimization_barrier(weigh(logits_BNM))
-        least_B11 = _least_kept(weights_BNM, sampling)[:, None, None]
-        kept_BNM = jnp.where(weights_BNM >= least_B11, weights_BNM, 0.0)
-        return *_inverse_cdf(kept_BNM, lambda weights: weights, uniforms_B), _sum(weights_BNM)
+        return _least_kept(logits_BNM, weigh(logits_BNM), sampling)
 
-    kind = jnp.where(is_greedy, 0, jnp.where(_truncates(sampling), 2, 1))
-    tokens_B, kept_B, total_B = jax.lax.switch(kind, [greedy, whole, truncated])
-    chosen_B = _take(logits_BV, tokens_B)
-    log_weights_B = (chosen_B - peak_B) / temperature
-    return tokens_B, log_weights_B - jnp.log(total_B), log_weights_B - jnp.log(kept_B)
-
-
-def row_keys(seed, iteration, prompt_numbers_P: jax.Array, samples_PG: jax.Array) -> jax.Array:
-    """keys_PG: a sample's random stream, from what it is and not from where it runs."""
-    key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), iteration)
-    keys_P = jax.vmap(jax.random.fold_in, (None, 0))(key, prompt_numbers_P)
-    fold_samples = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))
-    return fold_samples(keys_P, samples_PG)
+    is_whole = ~is_greedy & ~_truncates(sampling)
+    kind = jnp.where(is_greedy, 0, jnp.where(is_whole, 1, 2))
+    least_B = jax.lax.switch(kind, [lambda: peak_B, everything, truncated])
+    # Of greedy's ties the number 0 draws the first.
+    uniforms_B = jnp.where(is_greedy, 0.0, uniforms_B)
+    tokens_B, kept_B = _inverse_cdf(logits_BNM, weigh_kept, uniforms_B)
+    total_B = jax.lax.cond(is_whole, lambda: kept_B, lambda: _sum(weigh(logits_BNM)))
+    log_weights_B = (_take(logits_BV, tokens_B) - peak_B) / temperature
+    sampling_total_B = jnp.where(is_greedy, total_B, kept_B)
+    return (
+        tokens_B,
+        log_weights_B - jnp.log(total_B),
+        log_weights_B - jnp.log(sampling_total_B),
+    )
 
 
-def position_uniforms(keys_B: jax.Array, position: jax.Array | int) -> jax.Array:
-    """uniforms_B in [0, 1), multiples of 2**-24: the numbers that decide the tokens there."""
-    keys_B = jax.vmap(jax.random.fold_in, (0, None))(keys_B, position)
-    bits_B = jax.vmap(lambda key: jax.random.bits(key, (), jnp.uint32))(keys_B)
-    return (bits_B >> 8).astype(jnp.float32) * jnp.float32(2**-24)
+@functools.partial(jax.jit, static_argnames="num_positions")
+def sample_uniforms(
+    seed: int | jax.Array,
+    iteration: int | jax.Array,
+    prompt_numbers_P: jax.Array,
+    samples_PG: jax.Array,
+    num_positions: int,
+) -> jax.Array:
+    """uniforms_TPG in [0, 1), multiples of 2**-24: the number that decides each token.
+
+    It follows from what the token is, by jax.random.fold_in of (seed, iteration, prompt number,
+    sample, position), each from 0 to 2**32 - 1; not from where it is computed.
+    """
+    fold_in, over = jax.random.fold_in, jax.vmap
+    key = fold_in(jax.random.key(seed, impl="threefry2x32"), iteration)
+    keys_P = over(fold_in, (None, 0))(key, prompt_numbers_P)
+    keys_PG = over(over(fold_in, (None, 0)))(keys_P, samples_PG)
+    positions_T = jnp.arange(num_positions, dtype=jnp.uint32)
+    keys_TPG = over(over(over(fold_in, (0, None)), (0, None)), (None, 0))(keys_PG, positions_T)
+    bits_TPG = over(over(over(lambda key: jax.random.bits(key, (), jnp.uint32))))(keys_TPG)
+    return (bits_TPG >> 8).astype(jnp.float32) * jnp.float32(2**-24)
 
 
 # Truncation
@@ -135,14 +147,19 @@ def _truncates(sampling) -> bool | jax.Array:
     return (sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)
 
 
-def _least_kept(weights_BNM, sampling) -> jax.Array:
-    """least_B: the smallest weight that top-k, top-p and min-p keep."""
+def _least_kept(logits_BNM, weights_BNM, sampling) -> jax.Array:
+    """least_B: the smallest logit that top-k, top-p and min-p keep."""
+    # The barrier: a weight must round alike wherever it is compared.
+    weights_BNM = jax.lax.optimization_barrier(weights_BNM)
+
+    def is_kept(least_B):
+        return weights_BNM >= _align(least_B, weights_BNM)
 
     def num_kept(least_B):
-        return _sum(jnp.where(weights_BNM >= least_B[:, None, None], 1.0, 0.0))
+        return _sum(jnp.where(is_kept(least_B), 1.0, 0.0))
 
     def mass_kept(least_B):
-        return _sum(jnp.where(weights_BNM >= least_B[:, None, None], weights_BNM, 0.0))
+        return _sum(jnp.where(is_kept(least_B), weights_BNM, 0.0))
 
     def top_k(least_B):
         wanted = jnp.minimum(sampling.top_k, weights_BNM[0].size).astype(jnp.float32)
@@ -157,7 +174,8 @@ def _least_kept(weights_BNM, sampling) -> jax.Array:
     least_B = jnp.zeros(weights_BNM.shape[0])
     least_B = jax.lax.cond(sampling.top_k > 0, top_k, unchanged, least_B)
     least_B = jax.lax.cond(sampling.top_p < 1, top_p, unchanged, least_B)
-    return jnp.maximum(least_B, sampling.min_p)
+    least_B = jnp.maximum(least_B, sampling.min_p)
+    return jnp.min(jnp.where(is_kept(least_B), logits_BNM, jnp.inf), axis=(1, 2))
 
 
 def _largest_threshold(measure, wanted, low_B) -> jax.Array:
@@ -232,14 +250,24 @@ def _take(values_BN_, index_B) -> jax.Array:
     return jnp.take_along_axis(values_BN_, index_B1_, axis=1)[:, 0]
 
 
-def _blocks(values_BV, padding: float) -> jax.Array:
-    """[B, V] -> [B, N, M], padded where V is no multiple of the number of blocks."""
-    num_tokens = values_BV.shape[1]
+def _take(values_BN_, index_B) -> jax.Array:
+    """The entry (or the row) at each row's own index."""
+    return jnp.take_along_axis(values_BN_, _align(index_B, values_BN_), axis=1)[:, 0]
+
+
+def _blocks(logits_BV) -> jax.Array:
+    """[B, V] -> [B, N, M], padded by impossible tokens where the blocks do not divide V."""
+    num_tokens = logits_BV.shape[1]
     num_blocks = min(NUM_BLOCKS, num_tokens)
     missing = -num_tokens % num_blocks
     if missing:
-        values_BV = jnp.pad(values_BV, ((0, 0), (0, missing)), constant_values=padding)
-    return values_BV.reshape(values_BV.shape[0], num_blocks, -1)
+        logits_BV = jnp.pad(logits_BV, ((0, 0), (0, missing)), constant_values=-jnp.inf)
+    return logits_BV.reshape(logits_BV.shape[0], num_blocks, -1)
+
+
+def _align(values_B, like) -> jax.Array:
+    """[B] -> [B, 1, ...] of as many axes as `like` has."""
+    return jnp.expand_dims(values_B, range(1, like.ndim))
 
 
 def _sum(values_BNM) -> jax.Array:

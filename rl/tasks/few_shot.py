@@ -16,7 +16,7 @@ from rl.tasks.prompt_table import Prompt, hash64
 NUM_HELDOUT_ADDITION = 28
 NUM_HELDOUT_SERIES = 26
 
-ADDITION_SHOTS = ((7, 5), (2, 6), (9, 4), (3, 0), (8, 8), (1, 6), (5, 2), (4, 6))
+ADDITION_SHOTS = ((7, 5), (1, 2), (3, 3), (9, 4), (8, 8), (1, 6), (5, 2), (4, 6))
 # First term and difference.
 SERIES_SHOTS = ((4, 3), (10, 5), (7, 1), (2, 2), (15, 4), (1, 9), (12, 6), (20, 8))
 # The larger number stands second, first, first, second, ...: every even number is balanced.
