@@ -285,6 +285,11 @@ def _conflicts(config: Mapping) -> Iterator[str]:
     optimizer = config["optimizer"]
     if optimizer["schedule"] != "constant" and optimizer["horizon"] is None:
         yield f"optimizer.schedule is {optimizer['schedule']}, which needs optimizer.horizon"
+    if optimizer["name"] == "adam" and optimizer["weight_decay"]:
+        yield (
+            f"optimizer.weight_decay is {optimizer['weight_decay']}, and optimizer.name adam has no "
+            "weight decay; take adamw"
+        )
     if optimizer["horizon"] is not None and optimizer["horizon"] <= optimizer["warmup"]:
         yield (
             f"optimizer.horizon is {optimizer['horizon']}, expected more than "

@@ -32,8 +32,8 @@ STAGES = {
         1, ("seed", "lora", "rollout.prompts_per_iteration", "rollout.group_size", *SAMPLING)
     ),
     "score_rewards": StageSpec(1, ("seed", "reward")),
-    "reference_logprobs": StageSpec(1, ("rollout.temperature",)),
-    "policy_logprobs": StageSpec(1, ("lora", "rollout.temperature")),
+    "reference_logprobs": StageSpec(1, ("rollout.temperature", "rollout.max_tokens")),
+    "policy_logprobs": StageSpec(1, ("lora", "rollout.temperature", "rollout.max_tokens")),
     "estimate_advantages": StageSpec(1, ("algorithm.deviation",)),
     "update_actor": StageSpec(
         1,

@@ -482,6 +482,7 @@ def test_pack_lays_rollouts_out_by_group():
 def test_completions_are_not_padded_beyond_the_longest_that_they_can_be():
     lengths = {limit: batch(max_tokens=limit).completion_tokens_PGT.shape[2] for limit in (3, 7, 9)}
     assert lengths == {3: 7, 7: 7, 9: 8}  # the longest of the batch has 7 tokens
+    assert bucket_length(65, 70) == 70
 
 
 def test_groups_of_different_sizes_train_like_their_rollouts():

@@ -47,14 +47,15 @@ class UpdateBatch:
         return UpdateBatch(**{**values, **cut})
 
 
-def bucket_length(length: int) -> int:
+def bucket_length(length: int, limit: int | None = None) -> int:
     """The padded length: a multiple of 8, and of an eighth of the next power of two.
 
-    Padding adds less than a quarter beyond 64, and an octave of lengths has only four shapes.
+    Padding adds less than a quarter beyond 64, and an octave of lengths has only four shapes. A
+    `limit` that no length exceeds bounds the padding too.
     """
-    eighth = 2 ** max((length - 1).bit_length() - 3, 0) if length > 0 else 1
-    multiple = max(8, eighth)
-    return max(-(-length // multiple) * multiple, multiple)
+    multiple = max(8, 2 ** max((length - 1).bit_length() - 3, 0))
+    padded = -(-length // multiple) * multiple
+    return padded if limit is None else max(length, min(padded, limit))
 
 
 def pack(
@@ -79,38 +80,31 @@ def pack(
     Raises MeshdialError where a rollout is empty, its lists differ in length, or a group has more
     than one prompt.
     """
-    group_PG = _slots(group_ids)
+    row_PG = _slots(group_ids)
     lengths = [len(tokens) for tokens in completion_tokens]
     _refuse_empty(prompt_tokens, lengths)
-    _refuse_mixed(prompt_tokens, group_ids, group_PG)
-    longest = max(lengths)
-    T = max(longest, min(bucket_length(longest), max_tokens or bucket_length(longest)))
+    _refuse_mixed(prompt_tokens, group_ids, row_PG)
+    T = bucket_length(max(lengths), max_tokens)
+    prompts = [prompt_tokens[row] for row in row_PG[:, 0]]
 
-    def by_group(name, lists, dtype):
+    def per_token(name, lists, dtype, default=None):
+        if lists is None:
+            return None if default is None else np.full((*row_PG.shape, T), default, dtype)
         _refuse_other_lengths(name, lists, lengths)
-        return _regroup(_padded(lists, T, dtype), group_PG)
+        return _regroup(_padded(lists, T, dtype), row_PG)
 
-    def optional(name, lists):
-        return None if lists is None else by_group(name, lists, np.float32)
-
-    every = [np.ones(n, bool) for n in lengths] if completion_mask is None else completion_mask
-    zero = [np.zeros(n, np.float32) for n in lengths]
-    prompts = [prompt_tokens[row] for row in group_PG[:, 0]]
+    if advantages is None:
+        advantages = np.zeros(len(lengths))
     return UpdateBatch(
         prompt_tokens_PT=_padded(prompts, bucket_length(max(map(len, prompts))), np.int32),
         prompt_lengths_P=np.array([len(prompt) for prompt in prompts], np.int32),
-        completion_tokens_PGT=by_group("completion_tokens", completion_tokens, np.int32),
-        completion_lengths_PG=_regroup(np.array(lengths, np.int32), group_PG),
-        completion_mask_PGT=by_group("completion_mask", every, bool),
-        advantages_PG=_regroup(
-            np.asarray([0.0] * len(lengths) if advantages is None else advantages, np.float32),
-            group_PG,
-        ),
-        rollout_logprobs_PGT=by_group(
-            "rollout_logprobs", zero if rollout_logprobs is None else rollout_logprobs, np.float32
-        ),
-        proximal_logprobs_PGT=optional("proximal_logprobs", proximal_logprobs),
-        reference_logprobs_PGT=optional("reference_logprobs", reference_logprobs),
+        completion_tokens_PGT=per_token("completion_tokens", completion_tokens, np.int32),
+        completion_lengths_PG=_regroup(np.array(lengths, np.int32), row_PG),
+        completion_mask_PGT=per_token("completion_mask", completion_mask, bool, True),
+        advantages_PG=_regroup(np.asarray(advantages, np.float32), row_PG),
+        rollout_logprobs_PGT=per_token("rollout_logprobs", rollout_logprobs, np.float32, 0.0),
+        proximal_logprobs_PGT=per_token("proximal_logprobs", proximal_logprobs, np.float32),
+        reference_logprobs_PGT=per_token("reference_logprobs", reference_logprobs, np.float32),
         temperature=temperature,
     )
 

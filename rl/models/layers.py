@@ -5,18 +5,16 @@ tokens, one token a row); only attention knows how they belong together, and tha
 which the caller passes in. Attribute names are those of Hugging Face's checkpoints.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from rl.models.attention import Attend
 from rl.models.spec import LoraConfig, ModelConfig, ModelSpec
 
 Rope = tuple[jax.Array, jax.Array]
-Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
-"""(query_NHC, key_NKC, value_NKC, cache of this layer) -> (output_NHC, cache of this layer)."""
 
 
 class Linear(nnx.Module):

@@ -50,6 +50,12 @@ class ModelConfig:
     max_position_embeddings: int = 2048
 
     def __post_init__(self):
+        for name in (*_SIZES, "num_key_value_heads", "head_dim"):
+            size = getattr(self, name)
+            if not isinstance(size, int) or size < 1:
+                raise MeshdialError(
+                    f"model config: {name} is {size!r}, expected a whole number of at least 1"
+                )
         if self.num_attention_heads % self.num_key_value_heads:
             raise MeshdialError(
                 f"model config: num_attention_heads is {self.num_attention_heads}, which is not a "
@@ -62,18 +68,15 @@ class ModelConfig:
     def from_hf(cls, values: Mapping[str, Any]) -> "ModelConfig":
         """Read a config.json; raises MeshdialError for what this transformer does not compute."""
         _refuse_unknown(values)
-        missing = [name for name in _SIZES if not isinstance(values.get(name), int)]
-        if missing:
-            raise MeshdialError(f"model config: {missing[0]} is missing, expected a whole number")
         rope = values.get("rope_parameters") or {}
-        sizes = {name: values[name] for name in _SIZES}
+        sizes = {name: values.get(name) for name in _SIZES}
         heads = sizes["num_attention_heads"]
         options = {name: values.get(name, rope.get(name, _OPTIONAL[name])) for name in _OPTIONAL}
         return cls(
             **sizes,
             **options,
             num_key_value_heads=values.get("num_key_value_heads") or heads,
-            head_dim=values.get("head_dim") or sizes["hidden_size"] // heads,
+            head_dim=values.get("head_dim") or _default_head_dim(sizes["hidden_size"], heads),
         )
 
     def to_hf(self) -> dict[str, Any]:
@@ -86,6 +89,12 @@ class ModelConfig:
             "num_key_value_heads": self.num_key_value_heads,
             "head_dim": self.head_dim,
         }
+
+
+def _default_head_dim(hidden_size: Any, num_heads: Any) -> int | None:
+    """What config.json means by leaving head_dim out; None where it cannot be told."""
+    is_known = isinstance(hidden_size, int) and isinstance(num_heads, int) and num_heads > 0
+    return hidden_size // num_heads if is_known else None
 
 
 def _refuse_unknown(values: Mapping[str, Any]) -> None:
@@ -113,6 +122,8 @@ class LoraConfig:
 
     def __post_init__(self):
         unknown = [name for name in self.targets if name not in PROJECTIONS]
+        if not self.targets:
+            raise MeshdialError(f"lora targets: none given, expected some of {PROJECTIONS}")
         if unknown:
             raise MeshdialError(
                 f"lora targets: {unknown[0]!r} is no projection, expected some of {PROJECTIONS}"

@@ -1,20 +1,19 @@
 """Pure functions of a flat parameter dict: score completions, prefill prompts, decode a token.
 
-A group's prompt is computed once. Prompt tokens [P, T] and completion tokens [P, G, T] go through
-every layer as one list of tokens; a completion's query attends, in a single softmax, to the
-prompt's keys, which the group shares, and causally to its own. Prompts are right-padded: their
-tokens have positions 0 to length - 1, and completion token t has position length + t.
+A group's prompt is computed once, and once for all prompts is what they begin with. All these
+tokens go through every layer as one list. Prompts are right-padded: their tokens have positions
+0 to length - 1, and completion token t has position length + t.
 """
 
 import functools
 import zlib
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from rl.models.attention import attend_cached, attend_groups, attend_prompts
 from rl.models.layers import Transformer
 from rl.models.spec import ModelConfig, ModelSpec, Parameters
 
@@ -28,24 +27,28 @@ A prompt cache holds [P, K, C, T] and [P, K, T, C], a completions' own cache [P,
 MAX_LOGITS = 2**26
 """Logits held at once in `completion_logprobs`: 256 MiB. More are scored in chunks."""
 
-_MASKED = -1e30
-
 
 # The parameters
 
 
 @functools.cache
-def _graph(spec: ModelSpec):
-    """The network's structure and, by dotted name, the shape and dtype of its parameters."""
+def _structure(spec: ModelSpec):
+    """The network without its parameters, and each parameter's (path in it, shape) by name."""
     graph, state = nnx.split(nnx.eval_shape(lambda: Transformer(spec)))
-    flat = {".".join(map(str, path)): leaf for path, leaf in state.flat_state()}
-    paths = {".".join(map(str, path)): path for path, _ in state.flat_state()}
-    return graph, flat, paths
+    leaves = nnx.to_flat_state(state)
+    return graph, {".".join(map(str, path)): (path, leaf.shape) for path, leaf in leaves}
+
+
+def _network(spec: ModelSpec, trainable: Parameters, frozen: Parameters) -> Transformer:
+    graph, leaves = _structure(spec)
+    parameters = {**frozen, **trainable}
+    flat = {path: nnx.Param(parameters[name]) for name, (path, _) in leaves.items()}
+    return nnx.merge(graph, nnx.from_flat_state(flat))
 
 
 def parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """The shape of every parameter, the adapter's included, by name."""
-    return {name: leaf.shape for name, leaf in sorted(_graph(spec)[1].items())}
+    return {name: shape for name, (_, shape) in sorted(_structure(spec)[1].items())}
 
 
 def trainable_names(spec: ModelSpec) -> list[str]:
@@ -106,13 +109,6 @@ def merge_lora(spec: ModelSpec, trainable: Parameters, frozen: Parameters) -> Pa
     return merged
 
 
-def _network(spec: ModelSpec, trainable: Parameters, frozen: Parameters) -> Transformer:
-    graph, _, paths = _graph(spec)
-    parameters = {**frozen, **trainable}
-    state = nnx.State.from_flat_path({paths[name]: nnx.Param(parameters[name]) for name in paths})
-    return nnx.merge(graph, state)
-
-
 # Scoring completions
 
 
@@ -125,55 +121,66 @@ def completion_logprobs(
     completion_tokens_PGT: jax.Array,
     completion_lengths_PG: jax.Array,
     temperature: jax.Array | float,
+    num_shared: int = 0,
 ) -> tuple[jax.Array, jax.Array]:
     """(logprobs_PGT, entropy_PGT), float32, of softmax(logits / temperature); 0 on padding.
 
     The entropy is that of the whole distribution a token was drawn from, in nats. Temperature 0
-    (greedy decoding) scores at temperature 1. Prompts and lengths are at least one token long.
+    (greedy decoding) scores at temperature 1. Every prompt and T are at least one token long.
+    num_shared: how many first tokens are the same in all prompts, and shorter than every prompt.
     """
     network = _network(spec, trainable, frozen)
     P, G, T = completion_tokens_PGT.shape
-    prompts, inputs = prompt_tokens_PT.shape, (P, G, T - 1)  # the last token predicts nothing
-    tokens_N = jnp.concatenate(
-        [prompt_tokens_PT.reshape(-1), completion_tokens_PGT[:, :, :-1].reshape(-1)]
+    S = prompt_tokens_PT.shape[1]
+    tokens_PGT = completion_tokens_PGT[:, :, :-1]  # the last token predicts nothing
+    positions_PGT = prompt_lengths_P[:, None, None] + jnp.arange(T - 1)[None, None, :]
+    positions_PGT = jnp.broadcast_to(positions_PGT, tokens_PGT.shape)
+    prompt_tokens_N, prompt_positions_N = _packed_prompts(prompt_tokens_PT, num_shared)
+    hidden_ND, _ = network.hidden(
+        jnp.concatenate([prompt_tokens_N, tokens_PGT.reshape(-1)]),
+        jnp.concatenate([prompt_positions_N, positions_PGT.reshape(-1)]),
+        attend_groups(prompt_lengths_P, S, num_shared, G),
+        [None] * spec.config.num_hidden_layers,
     )
-    positions_N = jnp.concatenate(
-        [
-            jnp.broadcast_to(jnp.arange(prompts[1])[None, :], prompts).reshape(-1),
-            jnp.broadcast_to(
-                prompt_lengths_P[:, None, None] + jnp.arange(T - 1)[None, None, :], inputs
-            ).reshape(-1),
-        ]
-    )
-    attend = _attend_groups(prompts, inputs, prompt_lengths_P)
-    hidden_ND, _ = network.hidden(tokens_N, positions_N, attend, _no_caches(spec))
-    hidden_PGTD = _predicting_hidden(hidden_ND, prompts, inputs, prompt_lengths_P)
-    logprobs_PG_T, entropy_PG_T = _score(
+    num_packed = prompt_tokens_N.shape[0]
+    last_PD = _last_hidden(hidden_ND[:num_packed], prompt_lengths_P, num_shared)
+    first_PG1D = jnp.broadcast_to(last_PD[:, None, None, :], (P, G, 1, last_PD.shape[1]))
+    own_PGTD = hidden_ND[num_packed:].reshape(P, G, T - 1, last_PD.shape[1])
+    hidden_PGTD = jnp.concatenate([first_PG1D, own_PGTD], axis=2)
+    scores = _score(
         network, hidden_PGTD.reshape(P * G * T, -1), completion_tokens_PGT.reshape(-1), temperature
     )
     mask_PGT = jnp.arange(T)[None, None, :] < completion_lengths_PG[:, :, None]
-    return (
-        jnp.where(mask_PGT, logprobs_PG_T.reshape(P, G, T), 0.0),
-        jnp.where(mask_PGT, entropy_PG_T.reshape(P, G, T), 0.0),
+    logprobs_PGT, entropy_PGT = (
+        jnp.where(mask_PGT, score_N.reshape(P, G, T), 0.0) for score_N in scores
     )
+    return logprobs_PGT, entropy_PGT
 
 
-def _no_caches(spec: ModelSpec) -> list[None]:
-    return [None] * spec.config.num_hidden_layers
+def _packed_prompts(prompt_tokens_PT: jax.Array, num_shared: int) -> tuple[jax.Array, jax.Array]:
+    """Tokens and positions, each [N]: what all prompts share, then the rest of each prompt."""
+    P, T = prompt_tokens_PT.shape
+    positions_T = jnp.arange(T)
+    own_positions_PT = jnp.broadcast_to(positions_T[None, num_shared:], (P, T - num_shared))
+    tokens = [prompt_tokens_PT[0, :num_shared], prompt_tokens_PT[:, num_shared:].reshape(-1)]
+    positions = [positions_T[:num_shared], own_positions_PT.reshape(-1)]
+    return jnp.concatenate(tokens), jnp.concatenate(positions)
 
 
-def _predicting_hidden(hidden_ND, prompts, inputs, prompt_lengths_P):
-    """hidden_PGTD at the token before each completion token: the prompt's last, then its own."""
-    num_prompt_tokens = prompts[0] * prompts[1]
-    D = hidden_ND.shape[-1]
-    prompt_PTD = hidden_ND[:num_prompt_tokens].reshape(*prompts, D)
-    own_PGTD = hidden_ND[num_prompt_tokens:].reshape(*inputs, D)
-    last_PD = _last(prompt_PTD, prompt_lengths_P)
-    last_PG1D = jnp.broadcast_to(last_PD[:, None, None, :], (*inputs[:2], 1, D))
-    return jnp.concatenate([last_PG1D, own_PGTD], axis=2)
+def _last_hidden(hidden_ND, prompt_lengths_P, num_shared) -> jax.Array:
+    """hidden_PD of each prompt's last token, out of those of packed prompts."""
+    P = prompt_lengths_P.shape[0]
+    own_PTD = hidden_ND[num_shared:].reshape(P, -1, hidden_ND.shape[1])
+    last_P = prompt_lengths_P - num_shared - 1
+    return jnp.take_along_axis(own_PTD, last_P[:, None, None], axis=1)[:, 0]
 
 
-def _last(x_PTD: jax.Array, lengths_P: jax.Array) -> jax.Array:
+# Kept for rl/rollout/shared_prefix.py until it calls prefill(..., num_shared=...).
+def _attend_groups(prompts, inputs, prompt_lengths_P):
+    return attend_groups(prompt_lengths_P, prompts[1], 0, inputs[1])
+
+
+def _last(x_PTD, lengths_P):
     return jnp.take_along_axis(x_PTD, (lengths_P - 1)[:, None, None], axis=1)[:, 0]
 
 
@@ -201,62 +208,6 @@ def _score(network: Transformer, hidden_ND, targets_N, temperature):
     return logprobs.reshape(-1)[:N], entropy.reshape(-1)[:N]
 
 
-# Attention
-
-
-def _softmax(*scores: jax.Array) -> list[jax.Array]:
-    """One softmax over the last axes of several score arrays together, in float32."""
-    scores = [score.astype(jnp.float32) for score in scores]
-    maxima = [score.max(axis=-1, keepdims=True) for score in scores]
-    maximum = jax.lax.stop_gradient(functools.reduce(jnp.maximum, maxima))
-    weights = [jnp.exp(score - maximum) for score in scores]
-    total = sum(weight.sum(axis=-1, keepdims=True) for weight in weights)
-    return [weight / total for weight in weights]
-
-
-def _grouped(query: jax.Array, num_kv: int) -> jax.Array:
-    """[..., H, C] -> [..., K, R, C], scaled: R query heads share each key head."""
-    *batch, H, C = query.shape
-    return (query * C**-0.5).reshape(*batch, num_kv, H // num_kv, C)
-
-
-def _attend_prompt(query_PTHC, key_PTKC, value_PTKC):
-    """Causal attention of right-padded prompts; what padding sees is of no consequence."""
-    P, T, H, C = query_PTHC.shape
-    query_PTKRC = _grouped(query_PTHC, key_PTKC.shape[2])
-    scores = jnp.einsum("ptkrc,pskc->pkrts", query_PTKRC, key_PTKC)
-    causal = jnp.tril(jnp.ones((T, T), bool))
-    (weights,) = _softmax(jnp.where(causal[None, None, None], scores, _MASKED))
-    output = jnp.einsum("pkrts,pskc->ptkrc", weights.astype(value_PTKC.dtype), value_PTKC)
-    return output.reshape(P, T, H, C)
-
-
-def _attend_groups(prompts, inputs, prompt_lengths_P) -> Callable:
-    """Attention of packed prompts and completions, for `completion_logprobs`."""
-    split = prompts[0] * prompts[1]
-    seen_PS = jnp.arange(prompts[1])[None, :] < prompt_lengths_P[:, None]
-    causal_TS = jnp.tril(jnp.ones((inputs[2], inputs[2]), bool))
-
-    def attend(query_NHC, key_NKC, value_NKC, cache):
-        arrays = (query_NHC, key_NKC, value_NKC)
-        query_p, key_p, value_p = (x[:split].reshape(*prompts, *x.shape[1:]) for x in arrays)
-        query, key, value = (x[split:].reshape(*inputs, *x.shape[1:]) for x in arrays)
-        output_p = _attend_prompt(query_p, key_p, value_p)
-        query = _grouped(query, key.shape[3])
-        shared = jnp.einsum("pgtkrc,pskc->pkgrts", query, key_p)
-        own = jnp.einsum("pgtkrc,pgskc->pkgrts", query, key)
-        shared, own = _softmax(
-            jnp.where(seen_PS[:, None, None, None, None], shared, _MASKED),
-            jnp.where(causal_TS[None, None, None, None], own, _MASKED),
-        )
-        output = jnp.einsum("pkgrts,pskc->pgtkrc", shared.astype(value.dtype), value_p)
-        output += jnp.einsum("pkgrts,pgskc->pgtkrc", own.astype(value.dtype), value)
-        flat = (-1, *query_NHC.shape[1:])
-        return jnp.concatenate([output_p.reshape(flat), output.reshape(flat)]), cache
-
-    return attend
-
-
 # Generating
 
 
@@ -266,21 +217,20 @@ def prefill(
     frozen: Parameters,
     prompt_tokens_PT: jax.Array,
     prompt_lengths_P: jax.Array,
+    num_shared: int = 0,
 ) -> tuple[jax.Array, Cache]:
-    """(logits_PV after each prompt's last token, prompt cache)."""
+    """(logits_PV after each prompt's last token, prompt cache).
+
+    num_shared: how many first tokens are the same in all prompts, and shorter than every prompt.
+    """
     network = _network(spec, trainable, frozen)
-    P, T = prompt_tokens_PT.shape
-
-    def attend(query_NHC, key_NKC, value_NKC, _):
-        arrays = (query_NHC, key_NKC, value_NKC)
-        query, key, value = (x.reshape(P, T, *x.shape[1:]) for x in arrays)
-        output = _attend_prompt(query, key, value).reshape(query_NHC.shape)
-        return output, (key.transpose(0, 2, 3, 1), value.transpose(0, 2, 1, 3))
-
-    positions_N = jnp.broadcast_to(jnp.arange(T)[None, :], (P, T)).reshape(-1)
-    tokens_N = prompt_tokens_PT.reshape(-1)
-    hidden_ND, cache = network.hidden(tokens_N, positions_N, attend, _no_caches(spec))
-    return network.logits(_last(hidden_ND.reshape(P, T, -1), prompt_lengths_P)), cache
+    tokens_N, positions_N = _packed_prompts(prompt_tokens_PT, num_shared)
+    attend = attend_prompts(*prompt_tokens_PT.shape, num_shared)
+    caches = [None] * spec.config.num_hidden_layers
+    hidden_ND, caches = network.hidden(tokens_N, positions_N, attend, caches)
+    last_PD = _last_hidden(hidden_ND, prompt_lengths_P, num_shared)
+    cache = [(key.transpose(0, 2, 3, 1), value.transpose(0, 2, 1, 3)) for key, value in caches]
+    return network.logits(last_PD), cache
 
 
 def empty_own_cache(spec: ModelSpec, num_prompts: int, group_size: int, num_slots: int) -> Cache:
@@ -314,29 +264,11 @@ def decode_logits(
     """
     network = _network(spec, trainable, frozen)
     P, G = tokens_PG.shape
-    num_slots = own_cache[0][0].shape[-1]
-    prompt_slots = prompt_cache[0][0].shape[-1]
-    seen_PS = jnp.arange(prompt_slots)[None, :] < prompt_lengths_P[:, None]
-    seen_S = jnp.arange(num_slots) <= index
-
-    def attend(query_NHC, key_NKC, value_NKC, cache):
-        (key_p, value_p), (key_own, value_own) = cache
-        arrays = (query_NHC, key_NKC, value_NKC)
-        query, key, value = (x.reshape(P, G, *x.shape[1:]) for x in arrays)
-        query = _grouped(query, key.shape[2])
-        key_own = jax.lax.dynamic_update_slice_in_dim(key_own, key[..., None], index, 4)
-        value_own = jax.lax.dynamic_update_slice_in_dim(value_own, value[..., None, :], index, 3)
-        shared = jnp.einsum("pgkrc,pkcs->pkgrs", query, key_p)
-        own = jnp.einsum("pgkrc,pgkcs->pkgrs", query, key_own)
-        shared, own = _softmax(
-            jnp.where(seen_PS[:, None, None, None], shared, _MASKED),
-            jnp.where(seen_S[None, None, None, None], own, _MASKED),
-        )
-        output = jnp.einsum("pkgrs,pksc->pgkrc", shared.astype(value.dtype), value_p)
-        output += jnp.einsum("pkgrs,pgksc->pgkrc", own.astype(value.dtype), value_own)
-        return output.reshape(query_NHC.shape), (key_own, value_own)
-
     positions_N = jnp.broadcast_to((prompt_lengths_P + index)[:, None], (P, G)).reshape(-1)
-    caches = list(zip(prompt_cache, own_cache, strict=True))
-    hidden_ND, own_cache = network.hidden(tokens_PG.reshape(-1), positions_N, attend, caches)
+    hidden_ND, own_cache = network.hidden(
+        tokens_PG.reshape(-1),
+        positions_N,
+        attend_cached(prompt_lengths_P, G, index),
+        list(zip(prompt_cache, own_cache, strict=True)),
+    )
     return network.logits(hidden_ND).reshape(P, G, -1), own_cache

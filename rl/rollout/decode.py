@@ -30,29 +30,27 @@ class Prefilled(NamedTuple):
     lengths_P: jax.Array
 
 
-@functools.partial(jax.jit, static_argnames="spec")
+@functools.partial(jax.jit, static_argnames=("spec", "num_shared"))
 def start(
     spec: ModelSpec,
     trainable: Parameters,
     frozen: Parameters,
-    prefix_tokens_T: jax.Array,
-    own_tokens_PT: jax.Array,
-    own_lengths_P: jax.Array,
+    prompt_tokens_PT: jax.Array,
+    prompt_lengths_P: jax.Array,
     uniforms_PG: jax.Array,
     sampling: SamplingNumbers,
+    num_shared: int,
 ) -> tuple[Prefilled, Draws]:
-    """Compute each prompt, and the prefix of all, once; draw every row's first token.
-
-    A prompt is the prefix and then its own tokens, right-padded. Draws are of [P, G].
+    """Compute each prompt once, and once only the first tokens that all share; draw every row's
+    first token: Draws of [P, G].
     """
     logits_PV, cache = prefill_after(
-        spec, trainable, frozen, prefix_tokens_T, own_tokens_PT, own_lengths_P
+        spec, trainable, frozen, prompt_tokens_PT, prompt_lengths_P, num_shared
     )
     P, G = uniforms_PG.shape
     logits_PGV = jnp.broadcast_to(logits_PV[:, None, :], (P, G, logits_PV.shape[1]))
     draws = _draw(logits_PGV, uniforms_PG, sampling)
-    lengths_P = prefix_tokens_T.shape[0] + own_lengths_P
-    return Prefilled(cache, lengths_P), draws
+    return Prefilled(cache, prompt_lengths_P), draws
 
 
 @functools.partial(jax.jit, static_argnames="spec", donate_argnames=("own_cache",))

@@ -126,6 +126,7 @@ class Engine:
             *self._prompts_of(batch),
             uniforms_TPG[0],
             self.sampling.numbers,
+            num_shared=self.num_shared,
         )
         num_slots = min(FIRST_SLOTS, bucket(self.sampling.max_tokens - 1))
         own_cache = empty(self.spec, self.plan.num_prompts, self.plan.group_size, num_slots)
@@ -197,17 +198,16 @@ class Engine:
         eos_ids = self.tokenizer.eos_ids
         return np.append(eos_ids, np.full(bucket(len(eos_ids)) - len(eos_ids), -1)).astype(np.int32)
 
-    def _prompts_of(self, batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(prefix_T, own_tokens_PT, own_lengths_P): a prompt that is not there is one padding."""
+    def _prompts_of(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens_PT, lengths_P), right-padded; for a prompt that is not there, the first again."""
         prompts = [self.prompts[i] for i in batch.prompts]
-        longest = bucket(max(len(prompt) for prompt in prompts) - self.num_shared)
-        own_PT = np.full((self.plan.num_prompts, longest), self.tokenizer.pad_id, np.int32)
-        lengths_P = np.ones(self.plan.num_prompts, np.int32)
-        for p, prompt in enumerate(prompts):
-            lengths_P[p] = len(prompt) - self.num_shared
-            own_PT[p, : lengths_P[p]] = prompt[self.num_shared :]
-        prefix_T = np.asarray(prompts[0][: self.num_shared], np.int32)
-        return prefix_T, own_PT, lengths_P
+        prompts += prompts[:1] * (self.plan.num_prompts - len(prompts))
+        lengths_P = np.array([len(prompt) for prompt in prompts], np.int32)
+        longest = self.num_shared + bucket(int(lengths_P.max()) - self.num_shared)
+        tokens_PT = np.full((len(prompts), longest), self.tokenizer.pad_id, np.int32)
+        for tokens_T, prompt in zip(tokens_PT, prompts, strict=True):
+            tokens_T[: len(prompt)] = prompt
+        return tokens_PT, lengths_P
 
     def _uniforms_of(self, batch: Batch) -> np.ndarray:
         """The random numbers of every token that the batch may draw, and of MAX_STEPS more."""

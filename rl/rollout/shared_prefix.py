@@ -28,18 +28,18 @@ def prefill_after(
     spec: ModelSpec,
     trainable: Parameters,
     frozen: Parameters,
-    prefix_tokens_T: jax.Array,
-    own_tokens_PT: jax.Array,
-    own_lengths_P: jax.Array,
+    prompt_tokens_PT: jax.Array,
+    prompt_lengths_P: jax.Array,
+    num_shared: int,
 ) -> tuple[jax.Array, Cache]:
-    """`prefill` of prompts that are the prefix followed by their own tokens, right-padded.
+    """`prefill`, with the first `num_shared` tokens, the same in all prompts, computed once.
 
     The prefix is to the prompts what a prompt is to its group's completions, so it runs as one.
-    The cache is that of whole prompts.
     """
-    num_shared, (P, T) = prefix_tokens_T.shape[0], own_tokens_PT.shape
     if not num_shared:
-        return prefill(spec, trainable, frozen, own_tokens_PT, own_lengths_P)
+        return prefill(spec, trainable, frozen, prompt_tokens_PT, prompt_lengths_P)
+    own_tokens_PT = prompt_tokens_PT[:, num_shared:]
+    P, T = own_tokens_PT.shape
     attend_groups = _attend_groups((1, num_shared), (1, P, T), jnp.full(1, num_shared, jnp.int32))
 
     def whole(x_NKC):
@@ -55,8 +55,8 @@ def prefill_after(
     network = _network(spec, trainable, frozen)
     own_positions_PT = jnp.broadcast_to(num_shared + jnp.arange(T)[None, :], (P, T))
     positions_N = jnp.concatenate([jnp.arange(num_shared), own_positions_PT.reshape(-1)])
-    tokens_N = jnp.concatenate([prefix_tokens_T, own_tokens_PT.reshape(-1)])
+    tokens_N = jnp.concatenate([prompt_tokens_PT[0, :num_shared], own_tokens_PT.reshape(-1)])
     no_caches = [None] * spec.config.num_hidden_layers
     hidden_ND, cache = network.hidden(tokens_N, positions_N, attend, no_caches)
     own_PTD = hidden_ND[num_shared:].reshape(P, T, -1)
-    return network.logits(_last(own_PTD, own_lengths_P)), cache
+    return network.logits(_last(own_PTD, prompt_lengths_P - num_shared)), cache

@@ -2,8 +2,6 @@
 
 import json
 
-import numpy as np
-
 from rl.artifacts import MANIFEST, Publisher, content_id, read_json, read_table, write_json
 from rl.context import Context
 from rl.learner import OptimizerConfig, init_optimizer, pack_supervised, supervised_update
@@ -13,7 +11,7 @@ from rl.models.spec import ModelSpec
 from rl.models.tokenizer import Tokenizer
 from rl.stages.request import Request
 from rl.stages.tokens import encode_prompts
-from rl.sync import load_base, memory_of
+from rl.sync import load_base, memory_of, placed
 from rl.tasks import iteration_window
 
 
@@ -50,7 +48,8 @@ def warm_start(job: Request, context: Context) -> str:
         weight_decay=0.0,
         clip_norm=1.0,
     )
-    trainable, state = base.parameters, init_optimizer(optimizer, base.parameters)
+    trainable = base.parameters
+    state = placed(init_optimizer(optimizer, trainable))
     spec = ModelSpec(base.config, None, base.dtype)
     size = min(settings["batch_size"], prompts.num_rows)
     for number in range(1, settings["updates"] + 1):
@@ -90,15 +89,14 @@ def _write_warm_model(job: Request, context: Context, trainable, base, settings)
     source = job.input("model")
     values = read_config(source)
     with Publisher(context.check_alive).directory(job.outputs["model"]) as folder:
-        arrays = {name: np.asarray(value) for name, value in trainable.items()}
         write_model(
             folder,
             base.config,
-            arrays,
+            trainable,
             read_tokenizer_files(source),
             base.dtype,
             {key: values.get(key) for key in TOKEN_ID_KEYS},
         )
-        manifest = read_json(source / MANIFEST) | {"content_id": content_id(arrays)}
+        manifest = read_json(source / MANIFEST) | {"content_id": content_id(trainable)}
         manifest |= {"parent": base.content_id, "warm_start": dict(settings)}
         write_json(Publisher(), folder / MANIFEST, manifest)

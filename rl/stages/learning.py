@@ -18,7 +18,8 @@ def update_actor(job: Request, context: Context) -> str:
     """Policy n from policy n-1 and one batch of scored rollouts."""
     config = job.config
     rollouts = read_table(job.input("rollouts"), "rollouts")
-    batch = update_batch(rollouts, config["rollout.temperature"], _columns(job))
+    temperature, max_tokens = config["rollout.temperature"], config["rollout.max_tokens"]
+    batch = update_batch(rollouts, temperature, max_tokens, _columns(job))
     policy = load_policy(job, memory_of(context), is_taken=True)
     trainable, state, figures = update(
         policy.spec,

@@ -2,7 +2,7 @@
 
 import os
 
-from rl.artifacts import Publisher
+from rl.artifacts import MANIFEST, Publisher, read_json
 from rl.checkpoint import save_policy
 from rl.context import Context
 from rl.learner import init_optimizer
@@ -70,6 +70,8 @@ def sync_weights(job: Request, context: Context) -> str:
         base_path=os.path.relpath(job.input("base")),
         source_content_id=policy.content_id,
         version=policy.version,
+        parent=read_json(job.input("policy") / MANIFEST)["parent"],
+        manifest_extra=job.provenance(),
     )
     memory_of(context).put(parameters, "parameters", manifest["content_id"])
     job.costs_found["sync"] = {

@@ -29,7 +29,8 @@ def policy_logprobs(job: Request, context: Context) -> str:
 
 def _write_logprobs(job: Request, context: Context, kind: str, spec, trainable, frozen) -> str:
     rollouts = read_table(job.input("rollouts"), "rollouts")
-    batch = update_batch(rollouts, job.config["rollout.temperature"])
+    config = job.config
+    batch = update_batch(rollouts, config["rollout.temperature"], config["rollout.max_tokens"])
     logprobs_PGT = score_batch(spec, trainable, frozen, batch, job.cost["micro_batch_size"])
     values = unpack(logprobs_PGT, batch, rollouts["group_id"].to_pylist())
     column = "reference_logprobs" if kind == "reference" else "policy_logprobs"

@@ -3,6 +3,7 @@
 import itertools
 import json
 from collections.abc import Mapping
+from types import MappingProxyType
 
 import numpy as np
 import pyarrow as pa
@@ -33,11 +34,14 @@ def lists(table: pa.Table, column: str) -> list[np.ndarray]:
 
 
 def update_batch(
-    rollouts: pa.Table, temperature: float, tables: Mapping[str, tuple[pa.Table, str]] = {}
+    rollouts: pa.Table,
+    temperature: float,
+    max_tokens: int,
+    tables: Mapping[str, tuple[pa.Table, str]] = MappingProxyType({}),
 ) -> UpdateBatch:
     """Rollouts with the columns of other tables, laid out by groups.
 
-    `tables` maps an argument of `pack` to the table and the column that it comes from.
+    `max_tokens` is the longest that a completion can be, and `tables` maps an argument of `pack` to the table and the column that it comes from.
     """
     more = {}
     for argument, (table, column) in tables.items():
@@ -51,5 +55,6 @@ def update_batch(
         completion_mask=lists(rollouts, "completion_mask"),
         rollout_logprobs=lists(rollouts, "rollout_logprobs"),
         temperature=temperature,
+        max_tokens=max_tokens,
         **more,
     )

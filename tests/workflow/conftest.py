@@ -35,7 +35,11 @@ class Workplace:
 
     def command(self, *arguments, config: Path = TINY) -> list[str]:
         return [
-            *(str(Path(sys.executable).parent / "snakemake"), "--snakefile", str(ROOT / "Snakefile")),
+            *(
+                str(Path(sys.executable).parent / "snakemake"),
+                "--snakefile",
+                str(ROOT / "Snakefile"),
+            ),
             *("--workflow-profile", str(ROOT / "profiles" / "default"), "--cores", "2"),
             *("--directory", str(self.folder), "--configfile", str(config), *arguments),
         ]
@@ -55,14 +59,14 @@ class Workplace:
 
     def start(self, *arguments, config: Path = TINY) -> subprocess.Popen:
         """Snakemake in a process group of its own, as a terminal would have it."""
-        log = (self.folder / "started.log").open("ab")
-        return subprocess.Popen(
-            self.command(*arguments, config=config),
-            env=self.environment,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
+        with (self.folder / "started.log").open("ab") as log:
+            return subprocess.Popen(
+                self.command(*arguments, config=config),
+                env=self.environment,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
 
     def path(self, *parts: str) -> Path:
         return self.folder.joinpath("results", *parts)

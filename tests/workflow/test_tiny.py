@@ -103,10 +103,11 @@ def test_nothing_is_left_half_written(finished):
 @pytest.mark.parametrize("launcher", ["cold"])
 def test_a_stage_alone_gives_the_same_content_in_a_process_of_its_own(copied, launcher):
     before = content_ids(copied.path("tiny"))
-    target = copied.path("tiny", "0002", "rollouts.parquet")
+    name = "results/tiny/0002/rollouts.parquet"
+    target = copied.folder / name
     content = target.read_bytes()
     target.unlink()
-    copied.run("--default-resources", f"launcher='{launcher}'", "--", str(target))
+    copied.run("--default-resources", f"launcher='{launcher}'", "--", name)
     assert target.read_bytes() == content
     assert copied.worker_pids() == []
     assert content_ids(copied.path("tiny")) == before

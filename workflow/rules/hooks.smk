@@ -11,47 +11,56 @@ CHATTER = ("job_started", "job_finished", "progress")
 def is_worth_showing(record):
     """Each stage says itself when it is done, so the scheduler need not."""
     event = getattr(record, "event", None)
-    return str(event) not in CHATTER and not record.getMessage().startswith("Select jobs")
+    return str(event) not in CHATTER and not record.getMessage().startswith(
+        "Select jobs"
+    )
 
 
 if not workflow.dryrun:
     logging.getLogger("snakemake.logging").addFilter(is_worth_showing)
 
 
-def iterations_to_restore(name, run):
-    """Finished iterations that would run again for no reason but that `keep` let them go."""
+def iterations_to_restore(name):
+    """Finished iterations that would run again only to restore versions that are gone."""
     updates = {}
     for job in workflow.dag.needrun_jobs():
         if job.rule.name.startswith("update_actor") and job.wildcards.run == name:
             updates[int(job.wildcards.iteration)] = job
     finished = [n for n in sorted(updates) if Path(updates[n].output.figures).exists()]
-    if not finished or not is_restored(updates[finished[0]]):
-        return []
-    return finished
+    return finished if finished and is_restored(updates[finished[0]]) else []
 
 
 def is_restored(job):
-    """Whether only the checkpoint that `keep` let go is missing: nothing behind it has changed."""
-    if (
-        Path(job.output.policy).exists()
-        or workflow.dag.reason(job).is_provenance_triggered()
-    ):
-        return False
-    if workflow.dag.reason(job).forced:
-        return False
-    tables = {job.input.rollouts, job.input.advantages, *job.input.reference}
-    remade = {
-        path
-        for other in workflow.dag.dependencies(job)
-        if workflow.dag.needrun(other)
-        for path in other.output
-    }
-    return not tables & remade
+    """Whether nothing behind the job has changed, so that it would make what it made before."""
+    return not any(has_cause_of_its_own(other) for other in [job, *ancestors(job)])
+
+
+def has_cause_of_its_own(job):
+    reason = workflow.dag.reason(job)
+    versions = {job.output.get("policy"), job.output.get("weights")}
+    return bool(
+        reason.is_provenance_triggered()
+        or reason.forced
+        or reason.updated_input
+        or reason.incomplete_output
+        or set(reason.missing_output) - versions
+    )
+
+
+def ancestors(job):
+    """The jobs behind `job` that are going to run."""
+    found, ahead = set(), [job]
+    while ahead:
+        behind = workflow.dag.dependencies[ahead.pop()]
+        new = {other for other in behind if workflow.dag.needrun(other)} - found
+        found |= new
+        ahead += new
+    return found
 
 
 def check_restoration():
     for name, run in RUNS.items():
-        restored = iterations_to_restore(name, run)
+        restored = iterations_to_restore(name)
         if len(restored) > 1 and not run["allow_remake"]:
             raise WorkflowError(
                 f"run {name}: a missing file needs policy versions that were not kept (keep: "

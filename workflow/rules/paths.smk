@@ -107,7 +107,9 @@ def prompt_files(wildcards):
 
 def scorer_files(wildcards):
     """The modules of the user's own reward functions: another one is another reward."""
-    functions = [entry["function"] for entry in run_of(wildcards)["reward"]["functions"]]
+    functions = [
+        entry["function"] for entry in run_of(wildcards)["reward"]["functions"]
+    ]
     modules = {name.partition(":")[0] for name in functions if ":" in name}
     return [os.path.relpath(module_file(module)) for module in sorted(modules)]
 
