@@ -287,8 +287,8 @@ def _conflicts(config: Mapping) -> Iterator[str]:
         yield f"optimizer.schedule is {optimizer['schedule']}, which needs optimizer.horizon"
     if optimizer["name"] == "adam" and optimizer["weight_decay"]:
         yield (
-            f"optimizer.weight_decay is {optimizer['weight_decay']}, and optimizer.name adam has no "
-            "weight decay; take adamw"
+            f"optimizer.weight_decay is {optimizer['weight_decay']}, and optimizer.name is adam, "
+            "which has none; take adamw"
         )
     if optimizer["horizon"] is not None and optimizer["horizon"] <= optimizer["warmup"]:
         yield (

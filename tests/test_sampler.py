@@ -12,7 +12,7 @@ from rl.errors import ClientGone, MeshdialError
 from rl.models.spec import LoraConfig, ModelConfig, ModelSpec
 from rl.models.transformer import completion_logprobs, init_lora, init_parameters, prefill
 from rl.rollout import engine, sampler
-from rl.rollout.batching import bucket, compacted_rows, plan_batches
+from rl.rollout.batching import bucket, compacted_rows, plan_batches, prompt_slots
 from rl.rollout.completion import Row
 from rl.rollout.sampler import generate
 from rl.rollout.sampling import SamplingConfig
@@ -428,6 +428,7 @@ def test_buckets():
     assert [bucket(n) for n in lengths] == [8, 8, 8, 16, 32, 48, 48, 64, 64, 96, 128, 128, 192, 256]
     assert [compacted_rows(n, 64) for n in (64, 33, 32, 17, 16, 8, 1)] == [64, 64, 32, 32, 16, 8, 8]
     assert compacted_rows(3, 25) == 12
+    assert [prompt_slots(n) for n in (1, 64, 65, 128, 129)] == [64, 64, 128, 128, 256]
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,11 @@ def bucket(length: int) -> int:
     return -(-length // size) * size
 
 
+def prompt_slots(length: int) -> int:
+    """Room for prompts in a cache: fewer sizes still, as each is one more way to decode."""
+    return max(64, 2 ** (length - 1).bit_length())
+
+
 def compacted_rows(num_open: int, num_rows: int, fewest: int = 8) -> int:
     """To how many rows a batch shrinks of which `num_open` still decode: a half, a quarter, ..."""
     while num_rows // 2 >= max(num_open, fewest):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from rl.models.spec import ModelSpec, Parameters
 from rl.models.transformer import Cache, decode_logits, empty_own_cache
+from rl.rollout.batching import prompt_slots
 from rl.rollout.sampling import SamplingNumbers, sample_tokens
 from rl.rollout.shared_prefix import prefill_after
 
@@ -50,7 +51,7 @@ def start(
     P, G = uniforms_PG.shape
     logits_PGV = jnp.broadcast_to(logits_PV[:, None, :], (P, G, logits_PV.shape[1]))
     draws = _draw(logits_PGV, uniforms_PG, sampling)
-    return Prefilled(cache, prompt_lengths_P), draws
+    return Prefilled(_padded(cache), prompt_lengths_P), draws
 
 
 @functools.partial(jax.jit, static_argnames="spec", donate_argnames=("own_cache",))
@@ -126,6 +127,17 @@ def compact(
     cache = jax.tree.map(lambda values_P: values_P[prompts_B], prefilled.cache)
     own_cache = jax.tree.map(lambda values_PG: values_PG[prompts_B, members_B][:, None], own_cache)
     return Prefilled(cache, prefilled.lengths_P[prompts_B]), own_cache
+
+
+def _padded(cache: Cache) -> Cache:
+    """A prompt cache of one of few sizes; attention leaves out what is beyond a prompt's length."""
+    num_tokens = cache[0][0].shape[-1]
+    ends = (0, prompt_slots(num_tokens) - num_tokens)
+    none = (0, 0)
+    return [
+        (jnp.pad(key, (none, none, none, ends)), jnp.pad(value, (none, none, ends, none)))
+        for key, value in cache
+    ]
 
 
 def _draw(logits_PGV, uniforms_PG, sampling) -> Draws:

@@ -23,19 +23,20 @@ def evaluate_policy(job: Request, context: Context) -> str:
     prompts = prompts.slice(0, config["evaluation.max_prompts"])
     texts, tokens = encode_prompts(prompts, tokenizer)
     figures: dict = {}
-    groups = generate(
-        policy.spec,
-        policy.trainable,
-        policy.frozen,
-        tokenizer,
-        tokens,
-        (SEED, job.iteration, list(range(prompts.num_rows))),
-        1,
-        sampling_config(config, config["evaluation.temperature"]),
-        job.cost["max_rows"],
-        check_alive=context.check_alive,
-        figures=figures,
-    )
+    with job.computing():
+        groups = generate(
+            policy.spec,
+            policy.trainable,
+            policy.frozen,
+            tokenizer,
+            tokens,
+            (SEED, job.iteration, list(range(prompts.num_rows))),
+            1,
+            sampling_config(config, config["evaluation.temperature"]),
+            job.cost["max_rows"],
+            check_alive=context.check_alive,
+            figures=figures,
+        )
     job.costs_found |= {"rollout": figures, "sync": policy.sync}
     keys = [group_id(SEED, job.iteration, name) for name in prompts["prompt_id"].to_pylist()]
     table = completion_table(prompts, texts, tokens, groups, keys, policy.version)

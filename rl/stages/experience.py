@@ -47,19 +47,20 @@ def generate_rollouts(job: Request, context: Context) -> str:
     texts, tokens = encode_prompts(window, tokenizer)
     sampling = sampling_config(config, config["rollout.temperature"])
     figures: dict = {}
-    groups = generate(
-        policy.spec,
-        policy.trainable,
-        policy.frozen,
-        tokenizer,
-        tokens,
-        (config["seed"], job.iteration, rows),
-        config["rollout.group_size"],
-        sampling,
-        job.cost["max_rows"],
-        check_alive=context.check_alive,
-        figures=figures,
-    )
+    with job.computing():
+        groups = generate(
+            policy.spec,
+            policy.trainable,
+            policy.frozen,
+            tokenizer,
+            tokens,
+            (config["seed"], job.iteration, rows),
+            config["rollout.group_size"],
+            sampling,
+            job.cost["max_rows"],
+            check_alive=context.check_alive,
+            figures=figures,
+        )
     job.costs_found |= {"rollout": figures, "sync": policy.sync}
     names = window["prompt_id"].to_pylist()
     keys = [group_id(config["seed"], job.iteration, name) for name in names]

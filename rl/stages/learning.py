@@ -21,18 +21,19 @@ def update_actor(job: Request, context: Context) -> str:
     temperature, max_tokens = config["rollout.temperature"], config["rollout.max_tokens"]
     batch = update_batch(rollouts, temperature, max_tokens, _columns(job))
     policy = load_policy(job, memory_of(context), is_taken=True)
-    trainable, state, figures = update(
-        policy.spec,
-        policy.trainable,
-        policy.frozen,
-        policy.optimizer_state,
-        batch,
-        _loss_config(config),
-        _optimizer_config(config["optimizer"]),
-        job.cost["micro_batch_size"],
-        config["learner.updates_per_batch"],
-        progress=lambda _: context.check_alive(),
-    )
+    with job.computing():
+        trainable, state, figures = update(
+            policy.spec,
+            policy.trainable,
+            policy.frozen,
+            policy.optimizer_state,
+            batch,
+            _loss_config(config),
+            _optimizer_config(config["optimizer"]),
+            job.cost["micro_batch_size"],
+            config["learner.updates_per_batch"],
+            progress=lambda _: context.check_alive(),
+        )
     kind, version = config["optimizer"]["name"], policy.version + 1
     publish_policy(job, context, trainable, state, kind, version, policy.content_id)
     write_json(Publisher(context.check_alive), job.outputs["figures"], figures)

@@ -1,6 +1,8 @@
 """What a stage is asked to do: its slice of the config and its paths."""
 
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,6 +59,14 @@ class Request:
         if name not in self.inputs:
             raise MeshdialError(f"stage {self.stage} needs --input {name}=PATH")
         return self.inputs[name]
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Around the model's programs and the loop that drives them, for the timings."""
+        started = time.perf_counter()
+        yield
+        spent = time.perf_counter() - started
+        self.costs_found["compute_seconds"] = self.costs_found.get("compute_seconds", 0.0) + spent
 
     @property
     def lora(self) -> LoraConfig | None:

@@ -31,7 +31,8 @@ def _write_logprobs(job: Request, context: Context, kind: str, spec, trainable, 
     rollouts = read_table(job.input("rollouts"), "rollouts")
     config = job.config
     batch = update_batch(rollouts, config["rollout.temperature"], config["rollout.max_tokens"])
-    logprobs_PGT = score_batch(spec, trainable, frozen, batch, job.cost["micro_batch_size"])
+    with job.computing():
+        logprobs_PGT = score_batch(spec, trainable, frozen, batch, job.cost["micro_batch_size"])
     values = unpack(logprobs_PGT, batch, rollouts["group_id"].to_pylist())
     column = "reference_logprobs" if kind == "reference" else "policy_logprobs"
     table = make_table(kind, {"sample_id": rollouts["sample_id"].to_pylist(), column: values})

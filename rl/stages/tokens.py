@@ -41,7 +41,8 @@ def update_batch(
 ) -> UpdateBatch:
     """Rollouts with the columns of other tables, laid out by groups.
 
-    `max_tokens` is the longest that a completion can be, and `tables` maps an argument of `pack` to the table and the column that it comes from.
+    `max_tokens` is the longest that a completion can be; `tables` maps an argument of `pack` to
+    the table and the column that it comes from.
     """
     more = {}
     for argument, (table, column) in tables.items():

@@ -29,6 +29,11 @@ def exists(workplace, parts):
     return any(path.iterdir()) if parts[-1] == "models" and path.exists() else path.exists()
 
 
+def wait_for_either(workplace, parts, process):
+    """Until the moment has come or the workflow has ended."""
+    wait_for(lambda: exists(workplace, parts) or process.poll() is not None)
+
+
 def kill(process, how):
     if how == "group":  # as Ctrl-C in a terminal
         os.killpg(process.pid, signal.SIGINT)
@@ -40,7 +45,7 @@ def kill(process, how):
 def killed_at_each_rule(workplace, how, is_worker_killed=False):
     for number, parts in enumerate(MOMENTS.values()):
         process = workplace.start()
-        wait_for(lambda parts=parts: exists(workplace, parts) or process.poll() is not None)
+        wait_for_either(workplace, parts, process)
         time.sleep(0.03 * (number % 4))
         if is_worker_killed:
             for pid in workplace.worker_pids():

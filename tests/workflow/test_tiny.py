@@ -1,5 +1,6 @@
 """The whole DAG on the tiny experiment: what it makes, and that it makes it once."""
 
+import itertools
 import json
 import math
 
@@ -36,7 +37,7 @@ def test_parameters_change_and_stay_finite(finished):
         load_file(finished.path("tiny", n, "weights", "adapter_model.safetensors"))
         for n in ("0000", *ITERATIONS)
     ]
-    for before, after in zip(versions, versions[1:], strict=False):
+    for before, after in itertools.pairwise(versions):
         assert before.keys() == after.keys()
         assert all(np.isfinite(values).all() for values in after.values())
         assert any(not np.array_equal(before[name], after[name]) for name in before)
