@@ -9,6 +9,7 @@ Snakemake, its clients and the worker together, start-up included.
 """
 
 import argparse
+import itertools
 import json
 import os
 import resource
@@ -80,7 +81,7 @@ def measure(config: dict, folder: Path, cores: str, cache: Path | None) -> dict:
     return {
         "cpu": snakemake_cpu + worker_cpu,
         "snakemake_cpu": snakemake_cpu,
-        "walls": [end - start for start, end in zip(ends, ends[1:], strict=False)],
+        "walls": [end - start for start, end in itertools.pairwise(ends)],
         "timings": [timings(path) for path in iterations[2:]],
         "tokens": [json.loads((path / "update.json").read_text()) for path in iterations[2:]],
     }

@@ -12,11 +12,16 @@ from rl.errors import ClientGone, MeshdialError
 from rl.models.spec import LoraConfig, ModelConfig, ModelSpec
 from rl.models.transformer import completion_logprobs, init_lora, init_parameters, prefill
 from rl.rollout import engine, sampler
-from rl.rollout.batching import bucket, compacted_rows, plan_batches, prompt_slots
+from rl.rollout.batching import (
+    bucket,
+    compacted_rows,
+    num_shared_tokens,
+    plan_batches,
+    prompt_slots,
+)
 from rl.rollout.completion import Row
 from rl.rollout.sampler import generate
 from rl.rollout.sampling import SamplingConfig
-from rl.rollout.shared_prefix import num_shared_tokens
 
 CONFIG = ModelConfig(
     vocab_size=30,
@@ -221,18 +226,23 @@ def test_a_shared_prefix_is_computed_once_and_changes_nothing(monkeypatch):
 
 
 def test_a_long_run_drops_finished_rows_and_grows_its_cache(monkeypatch):
-    """20 rows shrink to 10, and the own cache grows from 8 slots to 24; nothing else changes."""
-    options = {"tokenizer": Letters(eos_ids=(1, 2, 3)), "max_tokens": 20, "seed": 5}
+    """The own cache grows from 24 slots to 48, then 20 rows shrink to 10; nothing else changes."""
+    options = {"tokenizer": Letters(eos_ids=(1, 2, 3)), "max_tokens": 40, "steps_per_dispatch": 1}
     whole, shrunk = {}, {}
+    monkeypatch.setattr(engine, "COMPACT_STEPS", 1000)
     expected = rollouts(**options, figures=whole)
-    monkeypatch.setattr(engine, "FIRST_SLOTS", 8)
+    monkeypatch.setattr(engine, "FIRST_SLOTS", 24)
     monkeypatch.setattr(engine, "COMPACT_STEPS", 1)
     groups = rollouts(**options, figures=shrunk)
     assert tokens_of(groups) == tokens_of(expected)
     lengths = [len(completion.tokens) for group in groups for completion in group]
-    assert max(lengths) == 20 and min(lengths) < 8
-    assert whole["row_steps"] == 20 * 19
-    assert shrunk["decode_steps"] == 19 and 10 * 19 < shrunk["row_steps"] < 20 * 19
+    assert max(lengths) > 26 and min(lengths) < 8
+    assert whole["decode_steps"] == shrunk["decode_steps"] == max(lengths) - 1
+    assert whole["row_steps"] == 20 * whole["decode_steps"]
+    num_open = [sum(length > step + 1 for length in lengths) for step in range(max(lengths) - 1)]
+    is_small = [step > 24 and num <= 10 for step, num in enumerate(num_open)]
+    assert any(is_small)
+    assert shrunk["row_steps"] == sum(10 if small else 20 for small in is_small)
     expected = scored(groups, PROMPTS, 1.0)
     for p, group in enumerate(groups):
         for g, completion in enumerate(group):

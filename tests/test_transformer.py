@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plain_llama import plain_logits, plain_scores
 
 from rl.errors import MeshdialError
 from rl.models import transformer
@@ -24,6 +23,7 @@ from rl.models.transformer import (
     prefill,
     trainable_names,
 )
+from tests.plain_llama import plain_logits, plain_scores
 
 TIED = ModelConfig(
     vocab_size=61,

@@ -175,15 +175,6 @@ def _last_hidden(hidden_ND, prompt_lengths_P, num_shared) -> jax.Array:
     return jnp.take_along_axis(own_PTD, last_P[:, None, None], axis=1)[:, 0]
 
 
-# Kept for rl/rollout/shared_prefix.py until it calls prefill(..., num_shared=...).
-def _attend_groups(prompts, inputs, prompt_lengths_P):
-    return attend_groups(prompt_lengths_P, prompts[1], 0, inputs[1])
-
-
-def _last(x_PTD, lengths_P):
-    return jnp.take_along_axis(x_PTD, (lengths_P - 1)[:, None, None], axis=1)[:, 0]
-
-
 def _score(network: Transformer, hidden_ND, targets_N, temperature):
     """(logprob_N, entropy_N) of target tokens, chunked so that few logits are held at once."""
     temperature = jnp.where(jnp.asarray(temperature) > 0, temperature, 1.0)

@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from rl.models.spec import ModelSpec, Parameters
-from rl.models.transformer import Cache, decode_logits, empty_own_cache
+from rl.models.transformer import Cache, decode_logits, empty_own_cache, prefill
 from rl.rollout.batching import prompt_slots
 from rl.rollout.sampling import SamplingNumbers, sample_tokens
-from rl.rollout.shared_prefix import prefill_after
 
 MAX_STEPS = 8
 """Most decode steps of one dispatch. How many are taken is a number, not a shape."""
@@ -45,7 +44,7 @@ def start(
     """Compute each prompt once, and once only the first tokens that all share; draw every row's
     first token: Draws of [P, G].
     """
-    logits_PV, cache = prefill_after(
+    logits_PV, cache = prefill(
         spec, trainable, frozen, prompt_tokens_PT, prompt_lengths_P, num_shared
     )
     P, G = uniforms_PG.shape

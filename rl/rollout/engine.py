@@ -144,7 +144,7 @@ class Engine:
         # The last token that a row may have is drawn but never fed.
         room = self.sampling.max_tokens - 1
         steps = self.steps_per_dispatch or suited_steps(self.spec, running.is_finished_PG.size)
-        num_steps = min(steps, room - running.index)
+        num_steps = min(steps, MAX_STEPS, room - running.index)
         if running.index + num_steps > running.num_slots:
             num_slots = min(2 * running.num_slots, bucket(room))
             running.own_cache = grow(self.spec, running.own_cache, num_slots)

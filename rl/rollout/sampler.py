@@ -13,11 +13,10 @@ from collections.abc import Callable, Sequence
 
 from rl.errors import MeshdialError
 from rl.models.spec import ModelSpec, Parameters
-from rl.rollout.batching import plan_batches
+from rl.rollout.batching import num_shared_tokens, plan_batches
 from rl.rollout.completion import Completion, Row, Tokenizer
 from rl.rollout.engine import Engine
 from rl.rollout.sampling import SamplingConfig
-from rl.rollout.shared_prefix import num_shared_tokens
 
 
 def generate(

@@ -1,0 +1,104 @@
+"""The stages of one run called in this process, in the order of the DAG, without Snakemake."""
+
+from pathlib import Path
+
+from rl.config import complete
+from rl.context import Context
+from rl.stage_table import stage_config
+from rl.stages import run
+
+TINY = {
+    "run": "tiny",
+    "model": {
+        "source": "scratch",
+        "architecture": {"layers": 2, "width": 32, "heads": 2, "kv_heads": 1, "ffn": 64},
+    },
+    "task": {"name": "sort_digits", "num_digits": 3, "num_train": 32, "num_heldout": 8},
+    "reward": {"functions": [{"function": "random"}]},
+    "rollout": {"prompts_per_iteration": 2, "group_size": 4, "max_tokens": 6},
+}
+
+
+def merged(base: dict, more: dict) -> dict:
+    """`more` over `base`, block by block."""
+    both = dict(base)
+    for key, value in more.items():
+        is_block = isinstance(value, dict) and isinstance(both.get(key), dict)
+        both[key] = merged(both[key], value) if is_block else value
+    return both
+
+
+class Pipeline:
+    """Runs stages below `folder`; `memory` is what the process remembers between them."""
+
+    def __init__(self, folder: Path, **settings):
+        self.folder = folder
+        self.config = complete(merged(TINY, settings))
+        self.said: list[str] = []
+        self.memory: dict = {}
+
+    def path(self, *parts: str) -> Path:
+        return self.folder.joinpath(*parts)
+
+    def stage(self, name: str, iteration: int = 0, inputs=(), outputs=()) -> None:
+        """One stage; inputs and outputs are (name, path below the folder)."""
+        request = {
+            "stage": name,
+            "config": stage_config(self.config, name),
+            "iteration": iteration,
+            "inputs": {key: str(self.path(path)) for key, path in inputs},
+            "outputs": {key: str(self.path(path)) for key, path in outputs},
+            "cost": {"max_rows": 64, "micro_batch_size": 16},
+            "timings": str(self.path("timings", f"{name}-{iteration}.json")),
+        }
+        run(request, Context(self.memory, self.said.append, lambda: None))
+
+    def start(self) -> None:
+        """The base, the prompts, policy version 0 and its weights."""
+        self.stage("init_policy", outputs=[("model", "base")])
+        outputs = [("train", "train.parquet"), ("heldout", "heldout.parquet")]
+        self.stage("prepare_prompts", outputs=outputs)
+        self.stage("start_policy", 0, [("base", "base")], [("policy", "0/policy")])
+        self.sync(0)
+
+    def sync(self, n: int) -> None:
+        inputs = [("policy", f"{n}/policy"), ("base", "base")]
+        self.stage("sync_weights", n, inputs, [("weights", f"{n}/weights")])
+
+    def sample(self, n: int) -> None:
+        """Rollouts, rewards, log-probabilities and advantages of iteration n."""
+        weights, rollouts = f"{n - 1}/weights", ("rollouts", f"{n}/rollouts.parquet")
+        inputs = [("weights", weights), ("base", "base"), ("prompts", "train.parquet")]
+        self.stage("generate_rollouts", n, inputs, [rollouts])
+        rewards = ("rewards", f"{n}/rewards.parquet")
+        self.stage("score_rewards", n, [rollouts], [rewards])
+        if self.config["algorithm"]["kl"]["coefficient"]:
+            outputs = [("reference", f"{n}/reference.parquet")]
+            self.stage("reference_logprobs", n, [rollouts, ("base", "base")], outputs)
+        if self.config["learner"]["updates_per_batch"] > 1:
+            inputs = [rollouts, ("policy", f"{n - 1}/policy"), ("base", "base")]
+            outputs = [("policy_logprobs", f"{n}/policy_logprobs.parquet")]
+            self.stage("policy_logprobs", n, inputs, outputs)
+        outputs = [("advantages", f"{n}/advantages.parquet")]
+        self.stage("estimate_advantages", n, [rollouts, rewards], outputs)
+
+    def tables(self, n: int) -> list[tuple[str, str]]:
+        names = ("rollouts", "advantages", "reference", "policy_logprobs")
+        paths = [(name, f"{n}/{name}.parquet") for name in names]
+        return [(name, path) for name, path in paths if self.path(path).exists()]
+
+    def learn(self, n: int) -> None:
+        inputs = [("policy", f"{n - 1}/policy"), ("base", "base"), *self.tables(n)]
+        outputs = [("policy", f"{n}/policy"), ("figures", f"{n}/update.json")]
+        self.stage("update_actor", n, inputs, outputs)
+
+    def check(self, n: int) -> None:
+        inputs = [("policy", f"{n}/policy"), ("figures", f"{n}/update.json"), *self.tables(n)]
+        inputs.append(("rewards", f"{n}/rewards.parquet"))
+        self.stage("check_iteration", n, inputs, [("checks", f"{n}/checks.json")])
+
+    def iterate(self, n: int) -> None:
+        self.sample(n)
+        self.learn(n)
+        self.check(n)
+        self.sync(n)
