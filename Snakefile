@@ -6,7 +6,7 @@ min_version("9.5")
 
 if not workflow.config_settings.configfiles:
 
-    configfile: "configs/addition.yaml"
+    configfile: f"{workflow.basedir}/configs/addition.yaml"
 
 
 report: "workflow/report/workflow.rst"

@@ -24,7 +24,12 @@ enter_workflow()
 CONFIGFILES = workflow.config_settings.configfiles
 try:
     RUNS = expand_runs(
-        config, Path(CONFIGFILES[-1]).parent if CONFIGFILES else Path("configs")
+        config,
+        (
+            Path(CONFIGFILES[-1]).parent
+            if CONFIGFILES
+            else Path(workflow.basedir, "configs")
+        ),
     )
     for run in RUNS.values():
         check_sink(run["metrics"]["sink"])
