@@ -1,5 +1,6 @@
 """What a stage may ask of the process that runs it."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,6 +16,18 @@ class Context:
     stage can stop cheaply.
     """
 
-    memory: object
+    memory: dict
     progress: Callable[[str], None]
     check_alive: Callable[[], None]
+
+    def occasionally(self, prefix: str, seconds: float = 10.0) -> Callable[[str], None]:
+        """`progress` for long work that reports often: a line at most every `seconds`."""
+        last = time.monotonic()
+
+        def say(line: str) -> None:
+            nonlocal last
+            if time.monotonic() - last >= seconds:
+                last = time.monotonic()
+                self.progress(f"{prefix}: {line}")
+
+        return say

@@ -29,6 +29,7 @@ from rl.errors import MeshdialError
 from rl.learner import OptimizerConfig, init_optimizer
 from rl.models.families import model_config, read_config, read_model
 from rl.models.spec import ModelConfig, ModelSpec, Parameters
+from rl.models.tokenizer import Tokenizer
 from rl.stages.request import Request
 from rl.weights import load_weights, read_manifest
 
@@ -97,7 +98,7 @@ class Memory:
     def _bytes(self) -> int:
         # Aliases share their arrays, so that each array counts once.
         arrays = {
-            id(leaf): leaf.nbytes
+            id(leaf): getattr(leaf, "nbytes", 0)
             for leaf in jax.tree.leaves([_arrays(e) for e in self.entries.values()])
         }
         return sum(arrays.values())
@@ -160,6 +161,16 @@ def placed(tree: Any) -> Any:
 def _frozen(memory: Memory, folder: Path, spec: ModelSpec) -> Parameters:
     """What `spec`'s policy does not train: the base under an adapter, else nothing."""
     return load_base(memory, folder, spec.dtype).parameters if spec.lora else {}
+
+
+def tokenizer_of(memory: Memory, folder: Path) -> Tokenizer:
+    """The tokenizer of a shared model."""
+    identity = read_json(folder / MANIFEST)["content_id"]
+    held = memory.get("tokenizer", identity)
+    if held is None:
+        held = Tokenizer.load(folder)
+        memory.put(held, "tokenizer", identity)
+    return held
 
 
 # The actor

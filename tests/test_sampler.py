@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from rl.errors import ClientGone, MeshdialError
+from rl.models.shared_prefix import num_shared_tokens
 from rl.models.spec import LoraConfig, ModelConfig, ModelSpec
 from rl.models.transformer import completion_logprobs, init_lora, init_parameters, prefill
 from rl.rollout import engine, sampler
 from rl.rollout.batching import (
     bucket,
     compacted_rows,
-    num_shared_tokens,
     plan_batches,
     prompt_slots,
 )
@@ -446,11 +446,12 @@ def test_buckets():
     [
         ([list(range(20))], 0),
         ([list(range(20)), list(range(20))], 16),
-        ([list(range(16)), list(range(16))], 8),  # each keeps a token of its own
-        ([list(range(17)), [*range(15), 99, 99]], 8),
+        ([list(range(32)), list(range(32))], 16),  # each keeps a token of its own
+        ([list(range(33)), list(range(33))], 32),
+        ([list(range(33)), [*range(31), 99, 99]], 16),
         ([[1], [1]], 0),
         ([[1, 2, 3] * 9, [2] * 40], 0),
     ],
 )
-def test_the_shared_prefix_is_a_multiple_of_eight_and_leaves_a_token(prompts, num_shared):
+def test_the_shared_prefix_is_a_multiple_of_sixteen_and_leaves_a_token(prompts, num_shared):
     assert num_shared_tokens(prompts) == num_shared

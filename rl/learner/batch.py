@@ -8,6 +8,7 @@ import numpy as np
 
 from rl.errors import MeshdialError
 from rl.learner.loss import MicroBatch
+from rl.models.shared_prefix import num_shared_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,11 @@ class UpdateBatch:
     @property
     def group_shape(self) -> tuple[int, int]:
         return self.completion_lengths_PG.shape
+
+    def num_shared(self) -> int:
+        """How many first tokens all prompts share: they are computed once a micro-batch."""
+        rows = zip(self.prompt_tokens_PT, self.prompt_lengths_P, strict=True)
+        return num_shared_tokens([tokens[:length] for tokens, length in rows])
 
     def trained_mask(self) -> np.ndarray:
         """The completion mask without padding, boolean [P, G, T]."""

@@ -110,10 +110,10 @@ def score_batch(
     T = batch.completion_tokens_PGT.shape[2]
     is_token_PGT = np.arange(T)[None, None, :] < batch.completion_lengths_PG[:, :, None]
     parts = divide(is_token_PGT.any(axis=2), micro_batch_size)
-    scores_PGT = np.zeros(is_token_PGT.shape, np.float32)
+    scores_PGT, num_shared = np.zeros(is_token_PGT.shape, np.float32), batch.num_shared()
     rows_of_parts = micro_batches(batch, is_token_PGT.astype(np.float32), parts)
     for number, (part, rows) in enumerate(zip(parts, rows_of_parts, strict=True), start=1):
-        scores = np.asarray(_scores(spec, trainable, frozen, rows))
+        scores = np.asarray(_scores(spec, trainable, frozen, rows, num_shared))
         prompt_PG = np.broadcast_to(part.prompt_P[:, None], part.member_PG.shape)
         real = part.is_real_PG
         scores_PGT[prompt_PG[real], part.member_PG[real]] = scores[real]
@@ -158,10 +158,10 @@ def sum_gradients(
     """(gradient, sums) over all micro-batches of what is needed of the batch."""
     parts = divide(objective.is_needed_PG, micro_batch_size)
     config = _as_floats(objective.config)
-    gradient, totals = _zeros(trainable), {}
+    gradient, totals, num_shared = _zeros(trainable), {}, batch.num_shared()
     for number, rows in enumerate(micro_batches(batch, objective.weights_PGT, parts), start=1):
         gradient, sums = add_gradient(
-            spec, objective.loss_function, config, trainable, frozen, gradient, rows
+            spec, objective.loss_function, config, trainable, frozen, gradient, rows, num_shared
         )
         sums = _as_floats(jax.device_get(sums))
         _refuse_non_finite("loss", sums["loss"], f"micro-batch {number} of {len(parts)}")
@@ -186,7 +186,9 @@ def _as_floats(tree):
     return jax.tree.map(float, tree)
 
 
-@partial(jax.jit, static_argnames=("spec", "loss_function"), donate_argnames=("total",))
+@partial(
+    jax.jit, static_argnames=("spec", "loss_function", "num_shared"), donate_argnames=("total",)
+)
 def add_gradient(
     spec: ModelSpec,
     loss_function: Callable,
@@ -195,25 +197,28 @@ def add_gradient(
     frozen: Parameters,
     total: Parameters,
     rows: MicroBatch,
+    num_shared: int,
 ) -> tuple[Parameters, Sums]:
     """(total + this micro-batch's gradient of the trainable parameters, its sums)."""
 
     def loss(trainable):
-        return loss_function(config, rows, *_forward(spec, trainable, frozen, rows))
+        return loss_function(config, rows, *_forward(spec, trainable, frozen, rows, num_shared))
 
     gradient, sums = jax.grad(loss, has_aux=True)(trainable)
     return jax.tree.map(lambda total, part: total + part.astype(total.dtype), total, gradient), sums
 
 
-@partial(jax.jit, static_argnames=("spec",))
-def _scores(spec: ModelSpec, trainable: Parameters, frozen: Parameters, rows: MicroBatch):
-    return _forward(spec, trainable, frozen, rows)[0]
+@partial(jax.jit, static_argnames=("spec", "num_shared"))
+def _scores(
+    spec: ModelSpec, trainable: Parameters, frozen: Parameters, rows: MicroBatch, num_shared: int
+):
+    return _forward(spec, trainable, frozen, rows, num_shared)[0]
 
 
-def _forward(spec, trainable, frozen, rows: MicroBatch) -> tuple[jax.Array, jax.Array]:
+def _forward(spec, trainable, frozen, rows: MicroBatch, num_shared: int):
     return completion_logprobs(
         *(spec, trainable, frozen, rows.prompt_tokens_PT, rows.prompt_lengths_P),
-        *(rows.completion_tokens_PGT, rows.completion_lengths_PG, rows.temperature),
+        *(rows.completion_tokens_PGT, rows.completion_lengths_PG, rows.temperature, num_shared),
     )
 
 

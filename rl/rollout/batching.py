@@ -3,11 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-PREFIX_MULTIPLE = 8
-"""The shared length is rounded down to it, so that like batches compile the same shapes."""
-
 
 @dataclass(frozen=True)
 class Batch:
@@ -53,20 +48,6 @@ def _even(num_items: int, most: int) -> int:
     """The size of the parts, where `num_items` are split into as few as `most` a part allows."""
     num_parts = -(-num_items // most)
     return -(-num_items // max(num_parts, 1))
-
-
-def num_shared_tokens(prompts: Sequence[Sequence[int]]) -> int:
-    """How many first tokens, the same in all prompts, to compute once: a few-shot preamble, say.
-
-    Each prompt keeps at least one token of its own.
-    """
-    if len(prompts) < 2:
-        return 0
-    most = min(len(prompt) for prompt in prompts) - 1
-    heads = np.array([prompt[:most] for prompt in prompts])
-    is_same_T = (heads == heads[:1]).all(axis=0)
-    num_same = most if is_same_T.all() else int(is_same_T.argmin())
-    return num_same // PREFIX_MULTIPLE * PREFIX_MULTIPLE
 
 
 def bucket(length: int) -> int:

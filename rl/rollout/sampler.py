@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from rl.errors import MeshdialError
+from rl.models.shared_prefix import num_shared_tokens
 from rl.models.spec import ModelSpec, Parameters
-from rl.rollout.batching import num_shared_tokens, plan_batches
+from rl.rollout.batching import plan_batches
 from rl.rollout.completion import Completion, Row, Tokenizer
 from rl.rollout.engine import Engine
 from rl.rollout.sampling import SamplingConfig

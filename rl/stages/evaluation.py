@@ -4,12 +4,11 @@ import pyarrow as pa
 
 from rl.artifacts import Publisher, group_id, read_table, write_table
 from rl.context import Context
-from rl.models.tokenizer import Tokenizer
 from rl.rollout.sampler import generate
 from rl.stages.experience import completion_table, sampling_config, score_rollouts
 from rl.stages.request import Request
 from rl.stages.tokens import encode_prompts
-from rl.sync import memory_of, rollout_policy
+from rl.sync import memory_of, rollout_policy, tokenizer_of
 
 SEED = 0
 
@@ -18,7 +17,7 @@ def evaluate_policy(job: Request, context: Context) -> str:
     """One completion of every held-out prompt, and whether it earned the full reward."""
     config = job.config
     policy = rollout_policy(job, memory_of(context))
-    tokenizer = Tokenizer.load(job.input("base"))
+    tokenizer = tokenizer_of(memory_of(context), job.input("base"))
     prompts = read_table(job.input("prompts"), "prompts")
     prompts = prompts.slice(0, config["evaluation.max_prompts"])
     texts, tokens = encode_prompts(prompts, tokenizer)
@@ -34,6 +33,7 @@ def evaluate_policy(job: Request, context: Context) -> str:
             1,
             sampling_config(config, config["evaluation.temperature"]),
             job.cost["max_rows"],
+            progress=context.occasionally(job.stage),
             check_alive=context.check_alive,
             figures=figures,
         )

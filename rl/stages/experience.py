@@ -13,14 +13,13 @@ from rl.artifacts import (
 )
 from rl.context import Context
 from rl.errors import MeshdialError
-from rl.models.tokenizer import Tokenizer
 from rl.rewards import score, scorer_hash
 from rl.rollout.completion import Completion
 from rl.rollout.sampler import generate
 from rl.rollout.sampling import SamplingConfig
 from rl.stages.request import Request
 from rl.stages.tokens import encode_prompts
-from rl.sync import memory_of, rollout_policy
+from rl.sync import memory_of, rollout_policy, tokenizer_of
 from rl.tasks import iteration_window, make_prompts
 
 RANDOM_SCHEME = "threefry: fold_in(seed, iteration, prompt, sample, position)"
@@ -39,7 +38,7 @@ def generate_rollouts(job: Request, context: Context) -> str:
     """A group of completions for each prompt of this iteration's window."""
     config = job.config
     policy = rollout_policy(job, memory_of(context))
-    tokenizer = Tokenizer.load(job.input("base"))
+    tokenizer = tokenizer_of(memory_of(context), job.input("base"))
     prompts = read_table(job.input("prompts"), "prompts")
     size = config["rollout.prompts_per_iteration"]
     rows = iteration_window(prompts.num_rows, size, config["seed"], job.iteration)
@@ -58,6 +57,7 @@ def generate_rollouts(job: Request, context: Context) -> str:
             config["rollout.group_size"],
             sampling,
             job.cost["max_rows"],
+            progress=context.occasionally(job.stage),
             check_alive=context.check_alive,
             figures=figures,
         )

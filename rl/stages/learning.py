@@ -1,6 +1,7 @@
 """The update that turns policy n-1 into policy n, and the gate behind it."""
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 
@@ -32,13 +33,24 @@ def update_actor(job: Request, context: Context) -> str:
             _optimizer_config(config["optimizer"]),
             job.cost["micro_batch_size"],
             config["learner.updates_per_batch"],
-            progress=lambda _: context.check_alive(),
+            progress=watched(context, job.stage),
         )
     kind, version = config["optimizer"]["name"], policy.version + 1
     publish_policy(job, context, trainable, state, kind, version, policy.content_id)
     write_json(Publisher(context.check_alive), job.outputs["figures"], figures)
     names = ["loss", "kl", "entropy", "gradient_norm"]
     return ", ".join(f"{n.replace('_', ' ')} {figures[n]:.4g}" for n in names if n in figures)
+
+
+def watched(context: Context, stage: str) -> Callable[[str], None]:
+    """Progress of work that also stops when nobody waits for it any more."""
+    say = context.occasionally(stage)
+
+    def tell(line: str) -> None:
+        context.check_alive()
+        say(line)
+
+    return tell
 
 
 def _columns(job: Request) -> dict:

@@ -7,6 +7,7 @@ from rl.artifacts import Publisher, join, make_table, read_table, write_table
 from rl.context import Context
 from rl.learner import score_batch, unpack
 from rl.models.spec import ModelSpec
+from rl.stages.learning import watched
 from rl.stages.request import Request
 from rl.stages.tokens import update_batch
 from rl.sync import load_base, load_policy, memory_of
@@ -32,7 +33,14 @@ def _write_logprobs(job: Request, context: Context, kind: str, spec, trainable, 
     config = job.config
     batch = update_batch(rollouts, config["rollout.temperature"], config["rollout.max_tokens"])
     with job.computing():
-        logprobs_PGT = score_batch(spec, trainable, frozen, batch, job.cost["micro_batch_size"])
+        logprobs_PGT = score_batch(
+            spec,
+            trainable,
+            frozen,
+            batch,
+            job.cost["micro_batch_size"],
+            watched(context, job.stage),
+        )
     values = unpack(logprobs_PGT, batch, rollouts["group_id"].to_pylist())
     column = "reference_logprobs" if kind == "reference" else "policy_logprobs"
     table = make_table(kind, {"sample_id": rollouts["sample_id"].to_pylist(), column: values})
