@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 
 from rl.artifacts import MANIFEST, Publisher, content_id, json_content_id, read_json, write_json
@@ -155,9 +156,16 @@ def _write_arrays(path: Path, trees: dict) -> None:
     # Uncompressed: trained floats shrink by a tenth, and four times the time goes into it.
     handler = ocp.PyTreeCheckpointHandler(use_compression=False)
     with ocp.Checkpointer(handler) as checkpointer:
-        checkpointer.save(path.absolute(), args=ocp.args.PyTreeSave(trees))
+        checkpointer.save(path.absolute(), args=ocp.args.PyTreeSave(jax.tree.map(_viewed, trees)))
     for name in _FACTS_OF_THE_WRITER:
         (path / name).unlink(missing_ok=True)
+
+
+def _viewed(array: Any) -> Any:
+    """An array in the host's memory as NumPy, without a copy: orbax saves it three times faster."""
+    devices = array.devices() if isinstance(array, jax.Array) else ()
+    is_on_host = len(devices) == 1 and next(iter(devices)).platform == "cpu"
+    return np.asarray(array) if is_on_host else array
 
 
 def _checksums(arrays: Path) -> dict[str, str]:
