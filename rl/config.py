@@ -37,6 +37,8 @@ def complete(config: Mapping, name: str = "the config") -> dict:
     for error in sorted(jsonschema.Draft202012Validator(schema()).iter_errors(config), key=str):
         raise MeshdialError(f"{name}: {_sentence(error)}")
     filled = _fill(config, schema())
+    if filled["evaluation"]["functions"] is None:
+        filled["evaluation"]["functions"] = filled["reward"]["functions"]
     for sentence in _conflicts(filled):
         raise MeshdialError(f"{name}: {sentence}")
     return filled
@@ -179,7 +181,7 @@ def _chosen(value: Any, rules: Mapping) -> Mapping:
     """The branch of a `oneOf` or `$ref` that applies to `value`."""
     if "$ref" in rules:
         return schema()["$defs"][rules["$ref"].rpartition("/")[2]]
-    if "oneOf" in rules and isinstance(value, Mapping):
+    if "oneOf" in rules and isinstance(value, Mapping | list):
         return next((_chosen(value, rule) for rule in rules["oneOf"] if "$ref" in rule), rules)
     return rules
 

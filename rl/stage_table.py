@@ -31,7 +31,9 @@ STAGES = {
     "generate_rollouts": StageSpec(
         1, ("seed", "lora", "rollout.prompts_per_iteration", "rollout.group_size", *SAMPLING)
     ),
-    "score_rewards": StageSpec(1, ("seed", "reward")),
+    "score_rewards": StageSpec(
+        1, ("seed", "reward.functions", "reward.time_limit_s", "reward.memory_limit_mb")
+    ),
     "reference_logprobs": StageSpec(1, ("rollout.temperature", "rollout.max_tokens")),
     "policy_logprobs": StageSpec(1, ("lora", "rollout.temperature", "rollout.max_tokens")),
     "estimate_advantages": StageSpec(1, ("algorithm.deviation",)),
@@ -47,12 +49,9 @@ STAGES = {
     "evaluate_policy": StageSpec(
         1,
         (
-            "lora",
-            "evaluation.temperature",
-            "evaluation.max_prompts",
-            "rollout.max_tokens",
-            "rollout.stop",
-            "reward",
+            *("lora", "evaluation.temperature", "evaluation.max_prompts", "evaluation.functions"),
+            *("reward.time_limit_s", "reward.memory_limit_mb"),
+            *("rollout.max_tokens", "rollout.stop"),
         ),
     ),
     "report_run": StageSpec(1, ("iterations", "evaluation.every", "metrics")),

@@ -53,8 +53,8 @@ def run(request: Mapping[str, Any], context: Context) -> None:
 
 def progress_line(job: Request, seconds: float, said: str) -> str:
     """`addition 3/12  update_actor  3.2 s  loss ...`: where the run is, and the key figure."""
-    of = f"/{job.last}" if job.last else ""
-    place = f"{job.run} {job.iteration}{of}" if job.run else "shared"
+    iteration = f" {job.iteration}/{job.last}" if job.last else ""
+    place = f"{job.run}{iteration}" if job.run else "shared"
     return f"{place:<20} {job.stage:<19} {seconds:6.1f} s  {said}"
 
 

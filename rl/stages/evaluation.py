@@ -1,5 +1,7 @@
 """Held-out accuracy of a policy version, or of the base."""
 
+from collections.abc import Mapping
+
 import pyarrow as pa
 
 from rl.artifacts import Publisher, group_id, read_table, write_table
@@ -40,7 +42,7 @@ def evaluate_policy(job: Request, context: Context) -> str:
     job.costs_found |= {"rollout": figures, "sync": policy.sync}
     keys = [group_id(SEED, job.iteration, name) for name in prompts["prompt_id"].to_pylist()]
     table = completion_table(prompts, texts, tokens, groups, keys, policy.version)
-    table = _scored(table, config["reward"], context)
+    table = _scored(table, config, context)
     write_table(
         Publisher(context.check_alive),
         job.outputs["evaluation"],
@@ -52,8 +54,8 @@ def evaluate_policy(job: Request, context: Context) -> str:
     return f"held-out accuracy {correct / table.num_rows:.3f} ({correct} of {table.num_rows})"
 
 
-def _scored(table: pa.Table, block: dict, context: Context) -> pa.Table:
-    rewards = score_rollouts(table, block, SEED, context)
+def _scored(table: pa.Table, config: Mapping, context: Context) -> pa.Table:
+    rewards = score_rollouts(table, config["evaluation.functions"], SEED, config, context)
     values = rewards["reward"].to_pylist()
     table = table.append_column("reward", rewards["reward"])
     is_correct = [value is not None and value >= 1.0 for value in values]

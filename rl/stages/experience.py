@@ -123,14 +123,16 @@ def completion_table(
     return make_table("rollouts", {name: [row[name] for row in rows] for name in rows[0]})
 
 
-def score_rollouts(rollouts: pa.Table, block: Mapping, seed: int, context: Context) -> pa.Table:
-    """The rewards of these rollouts by the config's block `reward`."""
-    limit = block["memory_limit_mb"]
+def score_rollouts(
+    rollouts: pa.Table, functions: list, seed: int, config: Mapping, context: Context
+) -> pa.Table:
+    """The rewards of these rollouts by these functions, within the limits of the config."""
+    limit = config["reward.memory_limit_mb"]
     return score(
         rollouts,
-        block["functions"],
+        functions,
         seed,
-        block["time_limit_s"],
+        config["reward.time_limit_s"],
         memory_limit_bytes=None if limit is None else limit * 2**20,
         check_alive=context.check_alive,
     )
@@ -139,13 +141,13 @@ def score_rollouts(rollouts: pa.Table, block: Mapping, seed: int, context: Conte
 def score_rewards(job: Request, context: Context) -> str:
     """A reward for each rollout; a scorer that failed is recorded and is no reward of 0."""
     rollouts = read_table(job.input("rollouts"), "rollouts")
-    block = job.config["reward"]
-    rewards = score_rollouts(rollouts, block, job.config["seed"], context)
+    functions = job.config["reward.functions"]
+    rewards = score_rollouts(rollouts, functions, job.config["seed"], job.config, context)
     if rewards["sample_id"].to_pylist() != rollouts["sample_id"].to_pylist():
         raise MeshdialError(
             f"{job.input('rollouts')}: the scorer returned other samples than it was given"
         )
-    provenance = job.provenance(scorer=scorer_hash(block["functions"]))
+    provenance = job.provenance(scorer=scorer_hash(functions))
     write_table(
         Publisher(context.check_alive), job.outputs["rewards"], "rewards", rewards, provenance
     )

@@ -28,9 +28,10 @@ def report_run(job: Request, context: Context) -> str:
     inputs = {f"{n:04d}/{name}": path for n in tables for name, path in tables[n].items()}
     write_table(publisher, job.outputs["metrics"], "metrics", metrics, job.provenance(inputs))
     _send(job, publisher, metrics)
-    for line in summary_lines(metrics, timings, job.outputs["learning_curve"]):
+    curve = Path(job.shown(job.outputs["learning_curve"]))
+    for line in summary_lines(metrics, timings, curve):
         context.progress(line)
-    return str(job.outputs["metrics"])
+    return job.shown(job.outputs["metrics"])
 
 
 def _iterations(job: Request) -> range:
@@ -87,4 +88,4 @@ def compare_runs(job: Request, context: Context) -> str:
     for name, content in texts.items():
         with publisher.file(job.outputs[name]) as draft:
             draft.write_bytes(content)
-    return f"{len(runs)} runs in {len(groups)} settings: {job.outputs['page']}"
+    return f"{len(runs)} runs in {len(groups)} settings: {job.shown(job.outputs['page'])}"

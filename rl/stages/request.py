@@ -1,5 +1,6 @@
 """What a stage is asked to do: its slice of the config and its paths."""
 
+import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ class Request:
     last: int = 0
     run: str = ""
     timings: Path | None = None
+    root: Path = Path(".")
     costs_found: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -42,6 +44,7 @@ class Request:
             last=int(values.get("last") or 0),
             run=values.get("run") or "",
             timings=root / values["timings"] if values.get("timings") else None,
+            root=root,
         )
 
     def provenance(self, inputs: Mapping[str, Path] | None = None, **more: Any) -> dict:
@@ -54,6 +57,10 @@ class Request:
             "inputs": {name: artifact_id(path) for name, path in sorted(inputs.items())},
             **more,
         }
+
+    def shown(self, path: Path) -> str:
+        """`path` as whoever asked for the stage would write it."""
+        return os.path.relpath(path, self.root)
 
     def input(self, name: str) -> Path:
         if name not in self.inputs:

@@ -5,6 +5,9 @@ rule evaluate_base:
     input:
         base=lambda wildcards: f"results/shared/models/{base_name(EVALUATIONS[wildcards.evaluation])}",
         prompts=lambda wildcards: f"results/shared/prompts/{prompts_name(EVALUATIONS[wildcards.evaluation])}/heldout.parquet",
+        scorers=lambda wildcards: modules_of(
+            EVALUATIONS[wildcards.evaluation]["evaluation"]["functions"]
+        ),
     output:
         evaluation="results/shared/evaluations/{evaluation}.parquet",
     log:
@@ -34,7 +37,7 @@ rule evaluate_policy:
         weights="results/{run}/{iteration}/weights",
         base=base_of,
         prompts=heldout_prompts_of,
-        scorers=scorer_files,
+        scorers=judge_files,
     output:
         evaluation="results/{run}/{iteration}/evaluation.parquet",
     log:

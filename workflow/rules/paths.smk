@@ -107,10 +107,17 @@ def prompt_files(wildcards):
 
 def scorer_files(wildcards):
     """The modules of the user's own reward functions: another one is another reward."""
-    functions = [
-        entry["function"] for entry in run_of(wildcards)["reward"]["functions"]
-    ]
-    modules = {name.partition(":")[0] for name in functions if ":" in name}
+    return modules_of(run_of(wildcards)["reward"]["functions"])
+
+
+def judge_files(wildcards):
+    """As `scorer_files`, for evaluation."""
+    return modules_of(run_of(wildcards)["evaluation"]["functions"])
+
+
+def modules_of(functions):
+    names = [entry["function"] for entry in functions if ":" in entry["function"]]
+    modules = {name.partition(":")[0] for name in names}
     return [os.path.relpath(module_file(module)) for module in sorted(modules)]
 
 
