@@ -85,7 +85,9 @@ def make_request(arguments: argparse.Namespace) -> dict:
         "last": arguments.last,
         "inputs": _pairs("input", arguments.input),
         "outputs": _pairs("output", arguments.output),
-        "cost": {name: _whole(name, text) for name, text in _pairs("cost", arguments.cost).items()},
+        "cost": {
+            name: _number(name, text) for name, text in _pairs("cost", arguments.cost).items()
+        },
         "timings": arguments.timings,
         "log": arguments.log,
         "cwd": os.path.realpath(os.getcwd()),
@@ -114,10 +116,11 @@ def _pairs(option: str, words: list[str]) -> dict[str, str]:
     return pairs
 
 
-def _whole(name: str, text: str) -> int:
-    if not text.isdecimal():
-        raise MeshdialError(f"--cost {name}={text}, expected a whole number")
-    return int(text)
+def _number(name: str, text: str) -> int | float:
+    try:
+        return int(text) if text.isdecimal() else float(text)
+    except ValueError:
+        raise MeshdialError(f"--cost {name}={text}, expected a number") from None
 
 
 class StageLog:

@@ -7,7 +7,10 @@ def is_evaluated(every: int, iteration: int, iterations: int) -> bool:
 
 
 def is_kept(keep: int | str, version: int, iterations: int) -> bool:
-    """`keep` is `all`, `last`, or k for every k-th version and the last."""
-    if keep == "all" or version == iterations:
+    """`keep` is `all`, `last`, or k for every k-th version and the last.
+
+    Version 0 always stays: what iteration 1 sampled then survives a change of its update.
+    """
+    if keep == "all" or version in (0, iterations):
         return True
     return keep != "last" and version % keep == 0

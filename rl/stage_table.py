@@ -45,7 +45,7 @@ STAGES = {
             "optimizer",
         ),
     ),
-    "check_iteration": StageSpec(1, ("checks",)),
+    "check_iteration": StageSpec(1, ()),
     "evaluate_policy": StageSpec(
         1,
         (
@@ -54,7 +54,15 @@ STAGES = {
             *("rollout.max_tokens", "rollout.stop"),
         ),
     ),
-    "report_run": StageSpec(1, ("iterations", "evaluation.every", "metrics")),
+    # For a sink that shows the settings of a run beside its figures.
+    "report_run": StageSpec(
+        1,
+        (
+            *("iterations", "evaluation.every", "metrics", "seed", "model", "lora", "task"),
+            *("rollout.prompts_per_iteration", "rollout.group_size", *SAMPLING),
+            *("reward.functions", "algorithm", "optimizer", "learner.updates_per_batch"),
+        ),
+    ),
     "compare_runs": StageSpec(1, ()),
 }
 

@@ -142,7 +142,7 @@ def load_base(
     if held is not None:
         return held
     config, arrays = read_model(folder)
-    if content_id(arrays) != identity:
+    if content_id(arrays) != manifest["parameters_content_id"]:
         raise MeshdialError(
             f"{folder} is damaged: its weights do not match the content id in its manifest"
         )

@@ -48,7 +48,7 @@ class Pipeline:
             "iteration": iteration,
             "inputs": {key: str(self.path(path)) for key, path in inputs},
             "outputs": {key: str(self.path(path)) for key, path in outputs},
-            "cost": {"max_rows": 64, "micro_batch_size": 16},
+            "cost": {"max_rows": 64, "micro_batch_size": 16, **self.config["checks"]},
             "timings": str(self.path("timings", f"{name}-{iteration}.json")),
         }
         run(request, Context(self.memory, self.said.append, lambda: None))

@@ -26,6 +26,10 @@ def held(pipeline, kind):
     return value
 
 
+def parameters_id(folder):
+    return read_json(folder / "manifest.json")["parameters_content_id"]
+
+
 def pointers(parameters):
     return {name: array.unsafe_buffer_pointer() for name, array in parameters.items()}
 
@@ -223,6 +227,49 @@ def test_a_rollout_in_bfloat16_is_a_cast_that_the_timings_tell(tmp_path):
     assert pq.read_table(pipeline.path("1", "rollouts.parquet")).num_rows == 8
 
 
+@pytest.mark.parametrize("rank", [4, 0])
+def test_a_bfloat16_policy_goes_on_in_a_process_that_remembers_nothing(tmp_path, rank):
+    pipeline = Pipeline(tmp_path, model={"dtype": "bfloat16"}, lora={"rank": rank})
+    pipeline.start()
+    pipeline.iterate(1)
+    pipeline.sample(2)
+    pipeline.learn(2)
+    warm = artifact_id(pipeline.path("2", "policy"))
+    shutil.rmtree(pipeline.path("2", "policy"))
+    pipeline.memory.clear()
+    pipeline.learn(2)
+    assert artifact_id(pipeline.path("2", "policy")) == warm
+
+
+def test_bases_of_the_same_weights_and_other_tokenizers_are_not_confused(tmp_path):
+    memory = {}
+    rollouts = []
+    for number, alphabet in enumerate(("0123456789>\n", "9876543210>\n")):
+        architecture = {"tokenizer": "characters", "alphabet": alphabet}
+        pipeline = Pipeline(tmp_path / str(number), model={"architecture": architecture})
+        pipeline.memory = memory
+        pipeline.start()
+        pipeline.sample(1)
+        rollouts.append(pq.read_table(pipeline.path("1", "rollouts.parquet")).to_pylist())
+    assert parameters_id(tmp_path / "0" / "base") == parameters_id(tmp_path / "1" / "base")
+    assert artifact_id(tmp_path / "0" / "base") != artifact_id(tmp_path / "1" / "base")
+    for first, second in zip(*rollouts, strict=True):
+        assert first["prompt"] == second["prompt"]
+        assert first["prompt_tokens"] != second["prompt_tokens"]
+
+
+def test_an_adapter_is_merged_into_no_other_base(tmp_path):
+    first = Pipeline(tmp_path / "first")
+    first.start()
+    manifest = first.path("base", "manifest.json")
+    changed = read_json(manifest) | {"content_id": "sha256:another"}
+    manifest.write_text(json.dumps(changed))
+    second = Pipeline(tmp_path / "second")
+    second.config["model"] |= {"architecture": None, "source": str(first.path("0", "weights"))}
+    with pytest.raises(MeshdialError, match="base_content_id is sha256"):
+        second.start()
+
+
 def test_full_finetuning_trains_and_exports_every_parameter(tmp_path):
     pipeline = Pipeline(tmp_path, lora={"rank": 0})
     pipeline.start()
@@ -235,7 +282,7 @@ def test_full_finetuning_trains_and_exports_every_parameter(tmp_path):
     assert all(before[name]["blocks"] != after[name]["blocks"] for name in before)
     assert read_json(pipeline.path("0", "policy", "manifest.json"))[
         "parameters_content_id"
-    ] == artifact_id(pipeline.path("base"))
+    ] == parameters_id(pipeline.path("base"))
 
 
 @pytest.mark.parametrize("rank", [4, 0])
@@ -243,8 +290,8 @@ def test_another_runs_version_is_a_model_source(tmp_path, rank):
     first = Pipeline(tmp_path / "first", lora={"rank": rank})
     first.start()
     first.iterate(1)
-    second = Pipeline(tmp_path / "second", model={"source": "x", "architecture": None})
-    second.config["model"]["source"] = str(first.path("1", "weights"))
+    second = Pipeline(tmp_path / "second")
+    second.config["model"] |= {"architecture": None, "source": str(first.path("1", "weights"))}
     second.start()
     base = load_base(Memory(), second.path("base"))
     row = pq.read_table(first.path("1", "rollouts.parquet")).to_pylist()[0]
@@ -280,7 +327,7 @@ def test_a_warm_start_lowers_the_loss_of_the_answers(tmp_path):
     assert artifact_id(pipeline.path("warm")) != artifact_id(pipeline.path("base"))
     pipeline.stage("start_policy", 0, [("base", "warm")], [("policy", "0/policy")])
     started = read_json(pipeline.path("0", "policy", "manifest.json"))
-    assert started["parameters_content_id"] == artifact_id(pipeline.path("warm"))
+    assert started["parameters_content_id"] == parameters_id(pipeline.path("warm"))
 
 
 def rewritten(pipeline, name, change):
@@ -305,6 +352,11 @@ def with_last_token_masked(table):
     return with_first(table, "completion_mask", [*mask[:-1], False])
 
 
+def of_version_7(table):
+    place, field = table.column_names.index("policy_version"), table.schema.field("policy_version")
+    return table.set_column(place, field, pa.array([7] * table.num_rows, field.type))
+
+
 def with_a_logprob_that_is_no_number(table):
     logprobs = table["rollout_logprobs"].to_pylist()[0]
     return with_first(table, "rollout_logprobs", [float("nan"), *logprobs[1:]])
@@ -313,6 +365,7 @@ def with_a_logprob_that_is_no_number(table):
 @pytest.mark.parametrize(
     ("name", "change", "words"),
     [
+        ("rollouts", of_version_7, ["rollouts.parquet", "policy_version is 7", "expected 0"]),
         ("rollouts", with_last_token_masked, ["rollouts.parquet", "completion_mask", "row 0"]),
         ("rollouts", with_a_logprob_that_is_no_number, ["rollout_logprobs", "not finite"]),
         ("rewards", lambda table: table.slice(1), ["missing", "samples"]),

@@ -86,9 +86,6 @@ def group_id(run_seed: int, iteration: int, prompt_id: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()[:24]
 
 
-def sample_id(run_seed: int, iteration: int, prompt_id: str, sample_index: int) -> str:
-    """The stable name of one sample, `{group_id}-{sample_index}`.
-
-    A prompt that is drawn twice in one iteration has one group id: number its samples on.
-    """
-    return f"{group_id(run_seed, iteration, prompt_id)}-{sample_index}"
+def sample_id(group: str, sample_index: int) -> str:
+    """The stable name of one sample of a group."""
+    return f"{group}-{sample_index}"

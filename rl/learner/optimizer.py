@@ -45,10 +45,12 @@ class OptimizerConfig:
 def init_optimizer(config: OptimizerConfig, trainable: Parameters) -> Any:
     """The optimizer's state before the first update; under `jax.eval_shape`, its shapes.
 
+    Its moments are float32 whatever the parameters are, as the gradients are.
     Raises MeshdialError for a config that contradicts itself.
     """
     _refuse_contradictions(config)
-    return make_optimizer(config).init(trainable)
+    zeros = {name: jnp.zeros(value.shape, jnp.float32) for name, value in trainable.items()}
+    return make_optimizer(config).init(zeros)
 
 
 def _refuse_contradictions(config: OptimizerConfig) -> None:

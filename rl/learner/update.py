@@ -228,12 +228,14 @@ def _zeros(trainable: Parameters) -> Parameters:
 
 
 def _needed(batch: UpdateBatch, config: LossConfig) -> np.ndarray:
-    """Which rollouts can contribute to the gradient, boolean [P, G]."""
+    """Which rollouts to run, boolean [P, G]: whole groups, so that figures are the same however a
+    group is cut into micro-batches."""
     has_tokens_PG = batch.trained_mask().any(axis=2)
     has_kl = batch.reference_logprobs_PGT is not None and config.kl_coefficient != 0
     if has_kl or config.entropy_coefficient is not None:
         return has_tokens_PG
-    is_needed_PG = has_tokens_PG & (batch.advantages_PG != 0)
+    has_signal_P = np.any(has_tokens_PG & (batch.advantages_PG != 0), axis=1)
+    is_needed_PG = has_tokens_PG & has_signal_P[:, None]
     if not is_needed_PG.any():  # one group all the same, so that drift and entropy are measured
         is_needed_PG[np.argmax(has_tokens_PG.any(axis=1))] = True
     return is_needed_PG

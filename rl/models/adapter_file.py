@@ -44,7 +44,9 @@ def read_adapter(folder: Path) -> tuple[str, Callable[[Tensors], Tensors]]:
     if not (folder / "adapter_model.safetensors").is_file():
         raise MeshdialError(f"{folder} has no adapter_model.safetensors")
     tensors = read_safetensors(folder / "adapter_model.safetensors")
-    return _base_source(path, config), partial(_merge, folder, _scale(path, config), tensors)
+    base = _base_source(path, config)
+    _check_base(folder / "manifest.json", Path(base) / "manifest.json")
+    return base, partial(_merge, folder, _scale(path, config), tensors)
 
 
 def _base_source(path: Path, config: dict) -> str:
@@ -55,6 +57,16 @@ def _base_source(path: Path, config: dict) -> str:
     if beside.exists() and beside.resolve() == path.parent.resolve():
         raise MeshdialError(f"{path}: base_model_name_or_path is the adapter itself")
     return str(beside) if beside.exists() else source
+
+
+def _check_base(exported: Path, base: Path) -> None:
+    """An adapter that says which base it was trained on is merged into no other."""
+    if not exported.is_file() or not base.is_file():
+        return
+    wanted = read_json_object(exported).get("base_content_id")
+    found = read_json_object(base).get("content_id")
+    if wanted is not None and wanted != found:
+        raise MeshdialError(f"{exported}: base_content_id is {wanted}, but {base} has {found}")
 
 
 def _scale(path: Path, config: dict) -> float:

@@ -238,18 +238,6 @@ def _first_beyond(running_BN, weights_BN, target_B) -> jax.Array:
     return jnp.minimum(first_B, last_B)
 
 
-def _argmax(values_BNM) -> jax.Array:
-    """The first of each row's largest values; an argmax of all its columns is 50 times slower."""
-    block_B = jnp.argmax(jnp.max(values_BNM, axis=-1), axis=-1)
-    return block_B * values_BNM.shape[2] + jnp.argmax(_take(values_BNM, block_B), axis=-1)
-
-
-def _take(values_BN_, index_B) -> jax.Array:
-    """The entry (or the row) at each row's own index."""
-    index_B1_ = jnp.expand_dims(index_B, range(1, values_BN_.ndim))
-    return jnp.take_along_axis(values_BN_, index_B1_, axis=1)[:, 0]
-
-
 def _take(values_BN_, index_B) -> jax.Array:
     """The entry (or the row) at each row's own index."""
     return jnp.take_along_axis(values_BN_, _align(index_B, values_BN_), axis=1)[:, 0]

@@ -8,13 +8,15 @@
 A request is a function of its inputs: what the process remembers only makes it faster.
 """
 
+import functools
 import importlib
-import json
+import importlib.metadata
+import platform
 import resource
+import socket
 import sys
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from rl.artifacts import Publisher, write_json
@@ -45,6 +47,8 @@ def run(request: Mapping[str, Any], context: Context) -> None:
         "cpu_seconds": time.process_time() - cpu_started,
         "peak_memory_bytes": peak_memory_bytes(),
         **job.costs_found,
+        "host": socket.gethostname(),
+        "versions": versions(),
     }
     if job.timings is not None:
         write_json(Publisher(context.check_alive), job.timings, cost)
@@ -64,6 +68,9 @@ def peak_memory_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def read_timings(path: Path) -> dict:
-    """What a stage cost, as `run` wrote it."""
-    return json.loads(path.read_text())
+@functools.cache
+def versions() -> dict[str, str]:
+    """Of Python and of the packages that decide a result."""
+    packages = ("meshdial", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+    found = {name: importlib.metadata.version(name) for name in packages}
+    return {"python": platform.python_version(), **found}

@@ -1,8 +1,17 @@
 """Models before reinforcement learning: made from their source, and trained on answers first."""
 
 import json
+from pathlib import Path
 
-from rl.artifacts import MANIFEST, Publisher, content_id, read_json, read_table, write_json
+from rl.artifacts import (
+    MANIFEST,
+    Publisher,
+    content_id,
+    json_content_id,
+    read_json,
+    read_table,
+    write_json,
+)
 from rl.context import Context
 from rl.learner import OptimizerConfig, init_optimizer, pack_supervised, supervised_update
 from rl.models.families import read_config, read_model, read_tokenizer_files, write_model
@@ -23,10 +32,25 @@ def init_policy(job: Request, context: Context) -> str:
         facts = prepare_model(
             model["source"], folder, model["architecture"], model["seed"], model["dtype"]
         )
-        _, parameters = read_model(folder)
-        facts["content_id"] = content_id(parameters)
-        write_json(Publisher(), folder / MANIFEST, facts)
+        write_json(Publisher(), folder / MANIFEST, facts | identity_of(folder))
     return f"{facts['name']}, {facts['num_parameters'] / 1e6:.1f} M parameters, {facts['dtype']}"
+
+
+def identity_of(folder: Path) -> dict:
+    """The content ids of a model folder: of its parameters, and of all that decides what it says,
+    which is those, the config, and the tokenizer with its EOS and chat template."""
+    config, parameters = read_model(folder)
+    files = read_tokenizer_files(folder)
+    parts = {
+        "parameters_content_id": content_id(parameters),
+        "config": config.to_hf(),
+        "tokenizer": {name: json_content_id(files[name].decode()) for name in sorted(files)},
+    }
+    return {
+        "content_id": json_content_id(parts),
+        "parameters_content_id": parts["parameters_content_id"],
+        "tokenizer": parts["tokenizer"],
+    }
 
 
 def warm_start(job: Request, context: Context) -> str:
@@ -97,6 +121,6 @@ def _write_warm_model(job: Request, context: Context, trainable, base, settings)
             base.dtype,
             {key: values.get(key) for key in TOKEN_ID_KEYS},
         )
-        manifest = read_json(source / MANIFEST) | {"content_id": content_id(trainable)}
+        manifest = read_json(source / MANIFEST) | identity_of(folder)
         manifest |= {"parent": base.content_id, "warm_start": dict(settings)}
         write_json(Publisher(), folder / MANIFEST, manifest)

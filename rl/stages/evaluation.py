@@ -6,8 +6,10 @@ import pyarrow as pa
 
 from rl.artifacts import Publisher, group_id, read_table, write_table
 from rl.context import Context
+from rl.rewards import scorer_hash
 from rl.rollout.sampler import generate
-from rl.stages.experience import completion_table, sampling_config, score_rollouts
+from rl.rollout.sampling import SamplingConfig
+from rl.stages.experience import completion_table, score_rollouts
 from rl.stages.request import Request
 from rl.stages.tokens import encode_prompts
 from rl.sync import memory_of, rollout_policy, tokenizer_of
@@ -33,7 +35,7 @@ def evaluate_policy(job: Request, context: Context) -> str:
             tokens,
             (SEED, job.iteration, list(range(prompts.num_rows))),
             1,
-            sampling_config(config, config["evaluation.temperature"]),
+            _sampling(config),
             job.cost["max_rows"],
             progress=context.occasionally(job.stage),
             check_alive=context.check_alive,
@@ -48,10 +50,26 @@ def evaluate_policy(job: Request, context: Context) -> str:
         job.outputs["evaluation"],
         "evaluation",
         table,
-        job.provenance(tokenizer=tokenizer.content_hash, policy=policy.content_id),
+        job.provenance(
+            tokenizer=tokenizer.content_hash,
+            policy=policy.content_id,
+            scorer=scorer_hash(config["evaluation.functions"]),
+        ),
     )
     correct = table["is_correct"].to_pylist().count(True)
     return f"held-out accuracy {correct / table.num_rows:.3f} ({correct} of {table.num_rows})"
+
+
+def _sampling(config: Mapping) -> SamplingConfig:
+    """Evaluation has a temperature of its own, and never truncates."""
+    return SamplingConfig(
+        max_tokens=config["rollout.max_tokens"],
+        temperature=float(config["evaluation.temperature"]),
+        top_k=0,
+        top_p=1.0,
+        min_p=0.0,
+        stop=tuple(config["rollout.stop"]),
+    )
 
 
 def _scored(table: pa.Table, config: Mapping, context: Context) -> pa.Table:

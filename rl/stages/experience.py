@@ -9,6 +9,7 @@ from rl.artifacts import (
     group_id,
     make_table,
     read_table,
+    sample_id,
     write_table,
 )
 from rl.context import Context
@@ -37,6 +38,7 @@ def prepare_prompts(job: Request, context: Context) -> str:
 def generate_rollouts(job: Request, context: Context) -> str:
     """A group of completions for each prompt of this iteration's window."""
     config = job.config
+    job.input("weights")  # without them it would be the base that is sampled
     policy = rollout_policy(job, memory_of(context))
     tokenizer = tokenizer_of(memory_of(context), job.input("base"))
     prompts = read_table(job.input("prompts"), "prompts")
@@ -44,7 +46,7 @@ def generate_rollouts(job: Request, context: Context) -> str:
     rows = iteration_window(prompts.num_rows, size, config["seed"], job.iteration)
     window = prompts.take(rows)
     texts, tokens = encode_prompts(window, tokenizer)
-    sampling = sampling_config(config, config["rollout.temperature"])
+    sampling = rollout_sampling(config)
     figures: dict = {}
     with job.computing():
         groups = generate(
@@ -79,14 +81,14 @@ def generate_rollouts(job: Request, context: Context) -> str:
     return f"{table.num_rows} rollouts of policy {policy.version}, mean length {mean_length:.1f}"
 
 
-def sampling_config(config, temperature: float) -> SamplingConfig:
-    """The run's sampling; evaluation has its own temperature and never truncates."""
+def rollout_sampling(config: Mapping) -> SamplingConfig:
+    """How the run samples."""
     return SamplingConfig(
         max_tokens=config["rollout.max_tokens"],
-        temperature=float(temperature),
-        top_k=config.get("rollout.top_k", 0),
-        top_p=config.get("rollout.top_p", 1.0),
-        min_p=config.get("rollout.min_p", 0.0),
+        temperature=float(config["rollout.temperature"]),
+        top_k=config["rollout.top_k"],
+        top_p=config["rollout.top_p"],
+        min_p=config["rollout.min_p"],
         stop=tuple(config["rollout.stop"]),
     )
 
@@ -102,7 +104,7 @@ def completion_table(
     """The rollout table: a row for each completion, groups in prompt order."""
     rows = [
         {
-            "sample_id": f"{group_ids[p]}-{g}",
+            "sample_id": sample_id(group_ids[p], g),
             "group_id": group_ids[p],
             "prompt_id": prompt["prompt_id"],
             "prompt": texts[p],

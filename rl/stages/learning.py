@@ -96,14 +96,14 @@ def _optimizer_config(block) -> OptimizerConfig:
 
 def check_iteration(job: Request, context: Context) -> str:
     """Fail the iteration before its weights leave it, if anything in it is not as it must be."""
-    checks = job.config["checks"]
     figures = read_json(job.input("figures"))
     rollouts = read_table(job.input("rollouts"), "rollouts")
     rewards = read_table(job.input("rewards"), "rewards")
     advantages = read_table(job.input("advantages"), "advantages")
-    _check_figures(job, figures, checks["max_logprob_drift"])
+    _check_figures(job, figures, job.cost["max_logprob_drift"])
+    _check_version(job, rollouts)
     _check_rollouts(job, rollouts)
-    _check_scores(job, join(rollouts.select(["sample_id"]), rewards, ["scored_ok"]), checks)
+    _check_scores(job, join(rollouts.select(["sample_id"]), rewards, ["scored_ok"]))
     join(rollouts.select(["sample_id"]), advantages, ["advantage"])
     _check_finite(job, "advantages", "advantage", advantages["advantage"].to_numpy())
     for name in ("reference", "policy_logprobs"):
@@ -138,6 +138,15 @@ def _check_figures(job: Request, figures: dict, max_drift: float) -> None:
         )
 
 
+def _check_version(job: Request, rollouts) -> None:
+    versions = sorted(set(rollouts["policy_version"].to_pylist()))
+    if versions != [job.iteration - 1]:
+        raise MeshdialError(
+            f"{job.input('rollouts')}: policy_version is {', '.join(map(str, versions))}, expected "
+            f"{job.iteration - 1} in iteration {job.iteration}"
+        )
+
+
 def _check_rollouts(job: Request, rollouts) -> None:
     """One mask bit and one log-probability a token, and the token that ends it trained on."""
     path = job.input("rollouts")
@@ -157,12 +166,12 @@ def _check_rollouts(job: Request, rollouts) -> None:
     _check_finite(job, "rollouts", "rollout_logprobs", np.concatenate(columns[2]))
 
 
-def _check_scores(job: Request, scores, checks: dict) -> None:
+def _check_scores(job: Request, scores) -> None:
     failed = 1 - scores["scored_ok"].to_numpy().mean()
-    if failed > checks["max_unscored"]:
+    if failed > job.cost["max_unscored"]:
         raise MeshdialError(
             f"{job.input('rewards')}: {failed:.0%} of the completions could not be scored, above "
-            f"checks.max_unscored = {checks['max_unscored']:g}"
+            f"checks.max_unscored = {job.cost['max_unscored']:g}"
         )
 
 

@@ -1,7 +1,5 @@
 """Policy version 0, and the export of each version's weights for the rollout role."""
 
-import os
-
 from rl.artifacts import MANIFEST, Publisher, read_json
 from rl.checkpoint import save_policy
 from rl.context import Context
@@ -67,7 +65,7 @@ def sync_weights(job: Request, context: Context) -> str:
         job.spec(policy.spec.config, dtype),
         parameters,
         base=job.input("base"),
-        base_path=os.path.relpath(job.input("base")),
+        base_path=job.shown(job.input("base")),
         source_content_id=policy.content_id,
         version=policy.version,
         parent=read_json(job.input("policy") / MANIFEST)["parent"],

@@ -15,14 +15,15 @@ from rl.models.spec import LoraConfig, ModelConfig, ModelSpec
 
 @dataclass
 class Request:
-    """One stage of one iteration. `config` maps dotted keys to values, `costs_found` collects what
-    the stage measured of itself for its timings."""
+    """One stage of one iteration. `config` maps dotted keys to values that the results depend on,
+    `cost` names those that they do not; `costs_found` collects what the stage measured of itself
+    for its timings."""
 
     stage: str
     config: Mapping[str, Any]
     inputs: Mapping[str, Path]
     outputs: Mapping[str, Path]
-    cost: Mapping[str, int]
+    cost: Mapping[str, int | float]
     iteration: int = 0
     last: int = 0
     run: str = ""
@@ -39,7 +40,7 @@ class Request:
             config=values["config"],
             inputs={name: root / path for name, path in values["inputs"].items() if path},
             outputs={name: root / path for name, path in values["outputs"].items()},
-            cost={name: int(value) for name, value in values.get("cost", {}).items()},
+            cost=dict(values.get("cost", {})),
             iteration=int(values.get("iteration") or 0),
             last=int(values.get("last") or 0),
             run=values.get("run") or "",

@@ -8,25 +8,29 @@ import pytest
 
 from .conftest import content_ids, wait_for
 
-# Once this exists, the stage that reads it is about to run or runs.
-MOMENTS = {
-    "start_policy": ("shared", "models"),
-    "sync_weights": ("tiny", "0000", "policy"),
-    "generate_rollouts": ("tiny", "0000", "weights"),
-    "score_rewards": ("tiny", "0001", "rollouts.parquet"),
-    "estimate_advantages": ("tiny", "0001", "rewards.parquet"),
-    "update_actor": ("tiny", "0001", "advantages.parquet"),
-    "check_iteration": ("tiny", "0001", "update.json"),
-    "next sync_weights": ("tiny", "0001", "checks.json"),
-    "next generate_rollouts": ("tiny", "0001", "weights"),
-    "evaluate_policy": ("tiny", "0002", "weights"),
-    "report_run": ("tiny", "0003", "evaluation.parquet"),
-}
+# A stage's log is opened when it starts. The first of each kind compiles for some seconds.
+MOMENTS = (
+    *(("shared", "logs", f"{stage}-*") for stage in ("init_policy", "evaluate_policy")),
+    ("tiny", "0000", "logs", "start_policy.log"),
+    ("tiny", "0000", "logs", "sync_weights.log"),
+    *(
+        ("tiny", "0001", "logs", f"{stage}.log")
+        for stage in (
+            *("generate_rollouts", "score_rewards", "reference_logprobs", "estimate_advantages"),
+            *("update_actor", "check_iteration", "sync_weights"),
+        )
+    ),
+    ("tiny", "0002", "logs", "generate_rollouts.log"),
+    ("tiny", "0002", "logs", "update_actor.log"),
+    ("tiny", "0002", "logs", "evaluate_policy.log"),
+    ("tiny", "logs", "report_run.log"),
+)
+FIRST_UPDATE = ("tiny", "0001", "logs", "update_actor.log")
 
 
 def exists(workplace, parts):
-    path = workplace.path(*parts)
-    return any(path.iterdir()) if parts[-1] == "models" and path.exists() else path.exists()
+    *folders, name = parts
+    return any(workplace.path(*folders).glob(name))
 
 
 def wait_for_either(workplace, parts, process):
@@ -43,10 +47,10 @@ def kill(process, how):
 
 
 def killed_at_each_rule(workplace, how, is_worker_killed=False):
-    for number, parts in enumerate(MOMENTS.values()):
+    for number, parts in enumerate(MOMENTS):
         process = workplace.start()
         wait_for_either(workplace, parts, process)
-        time.sleep(0.03 * (number % 4))
+        time.sleep(0.05 + 0.1 * (number % 3))
         if is_worker_killed:
             for pid in workplace.worker_pids():
                 os.kill(pid, signal.SIGKILL)
@@ -76,7 +80,8 @@ def test_worker_killed_at_each_rule(workplace, finished):
 
 def test_snakemake_killed_in_the_middle(workplace, finished):
     process = workplace.start()
-    wait_for(lambda: exists(workplace, MOMENTS["update_actor"]))
+    wait_for(lambda: exists(workplace, FIRST_UPDATE))
+    time.sleep(0.5)  # the update compiles
     kill(process, signal.SIGKILL)
     workplace.run()
     same_as(workplace, finished)
@@ -84,9 +89,12 @@ def test_snakemake_killed_in_the_middle(workplace, finished):
 
 def test_worker_killed_in_the_middle_fails_loudly_and_is_replaced(workplace, finished):
     process = workplace.start()
-    wait_for(lambda: exists(workplace, MOMENTS["update_actor"]))
+    wait_for(lambda: exists(workplace, FIRST_UPDATE))
+    time.sleep(0.5)  # the update compiles
     (pid,) = workplace.worker_pids()
     os.kill(pid, signal.SIGKILL)
-    process.wait(120)
+    assert process.wait(120) == 1
+    printed = (workplace.folder / "started.log").read_text()
+    assert "died while it ran this stage" in printed
     workplace.run()
     same_as(workplace, finished)

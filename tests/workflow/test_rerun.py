@@ -63,7 +63,8 @@ def test_more_iterations_only_add_jobs(copied):
 
 
 def test_a_setting_of_cost_alone_runs_nothing(copied):
-    config = changed(copied, learner__micro_batch_size=2, rollout__max_rows=4)
+    costs = {"learner__micro_batch_size": 2, "rollout__max_rows": 4}
+    config = changed(copied, checks__max_logprob_drift=0.02, **costs)
     assert "Nothing to be done" in copied.run(config=config)
 
 
@@ -85,6 +86,10 @@ def test_what_is_not_kept_goes_and_comes_back_only_when_allowed(workplace):
     assert not workplace.path("tiny", "0001", "weights").exists()
     assert workplace.path("tiny", "0003", "policy").exists()
     assert "Nothing to be done" in workplace.run(config=config)
+
+    planned = workplace.run("-n", config=changed(workplace, keep="last", algorithm__clip_low=0.1))
+    assert ["generate_rollouts", "2"] in [line.split() for line in planned.splitlines()]
+    config = changed(workplace, keep="last")
 
     target = workplace.path("tiny", "0003", "rollouts.parquet")
     content = target.read_bytes()

@@ -11,15 +11,28 @@ from rl.config import expand as expand_runs
 from rl.config import sweep_name
 from rl.errors import MeshdialError
 from rl.mesh import layout
+from rl.models.folder import model_files
 from rl.report.sinks import check_sink
 from rl.rewards.functions import module_file
 from rl.schedule import is_evaluated, is_kept
 from rl.stage_table import stage_config
+from rl.tasks import task_files
 from rl.workflow import enter_workflow
 
 # Long runs are long chains of jobs, which Snakemake walks recursively.
 sys.setrecursionlimit(100_000)
 enter_workflow()
+
+
+def check_files(run):
+    """Before anything runs: the user's prompt tables and reward modules are there."""
+    for path in task_files(run["task"]):
+        if not Path(path).is_file():
+            raise MeshdialError(f"run {run['run']}: task file {path} is missing")
+    for entry in run["reward"]["functions"] + run["evaluation"]["functions"]:
+        if ":" in entry["function"]:
+            module_file(entry["function"].partition(":")[0])
+
 
 CONFIGFILES = workflow.config_settings.configfiles
 try:
@@ -33,6 +46,7 @@ try:
     )
     for run in RUNS.values():
         check_sink(run["metrics"]["sink"])
+        check_files(run)
 except MeshdialError as error:
     raise WorkflowError(str(error)) from None
 RUN_ORDER = list(RUNS)
@@ -80,12 +94,16 @@ def mesh_of(role):
 
 def cost(key, block):
     """A setting that changes cost alone, so that it is no reason to run a stage again."""
-    return lambda wildcards: run_of(wildcards)[block][key]
+    return lambda wildcards: as_resource(run_of(wildcards)[block][key])
 
 
 def last_iteration(wildcards):
     """For the progress line alone, and therefore a resource."""
     return run_of(wildcards)["iterations"]
+
+
+def as_resource(value):
+    return str(value) if isinstance(value, float) else value
 
 
 def run_priority(wildcards):

@@ -71,11 +71,15 @@ rule check_iteration:
     resources:
         mesh=mesh_of("actor"),
         last=last_iteration,
+        # A bound is no reason to make again what has passed its check.
+        max_logprob_drift=cost("max_logprob_drift", "checks"),
+        max_unscored=cost("max_unscored", "checks"),
     params:
         config=slice_of("check_iteration"),
     shell:
         stage(
             "check_iteration",
             inputs="policy figures rollouts rewards advantages reference policy_logprobs",
+            costs="max_logprob_drift max_unscored",
             outputs="checks",
         )

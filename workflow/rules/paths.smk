@@ -36,9 +36,7 @@ def by_name(name):
     return {name(run): run for run in reversed(RUNS.values())}
 
 
-BASES, WARM = by_name(base_name), by_name(
-    lambda run: run["warm_start"] and base_name(run)
-)
+WARM = by_name(lambda run: run["warm_start"] and base_name(run))
 MODELS, PROMPTS, EVALUATIONS = (
     by_name(model_name),
     by_name(prompts_name),
@@ -92,17 +90,17 @@ def first_evaluation_of(wildcards):
 
 
 def model_source(wildcards):
-    """The file or folder that a model is made from, where it is one."""
+    """The files that a model is made from, where it is made from files."""
     source = MODELS[wildcards.model]["model"]["source"]
-    is_path = source != "scratch" and not source.startswith("pypi:")
-    return source.rstrip("/") if is_path else []
+    if source == "scratch" or source.startswith("pypi:"):
+        return []
+    path = Path(source).expanduser()
+    is_made_here = path.parts[:1] == ("results",) and path.parts[1] in RUNS
+    return model_files(path) if path.is_dir() and not is_made_here else [str(path)]
 
 
 def prompt_files(wildcards):
-    task = PROMPTS[wildcards.prompts]["task"]
-    return [
-        task[key] for key in ("train_file", "heldout_file") if task[key] is not None
-    ]
+    return task_files(PROMPTS[wildcards.prompts]["task"])
 
 
 def scorer_files(wildcards):
