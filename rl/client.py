@@ -129,8 +129,7 @@ class StageLog:
     def __init__(self, path: str | None):
         self.path = path
         if path:
-            os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-            open(path, "w").close()
+            self._write("w", "")
 
     def show(self, line: str) -> None:
         self.write(line)
@@ -138,8 +137,17 @@ class StageLog:
 
     def write(self, text: str) -> None:
         if self.path:
-            with open(self.path, "a", encoding="utf-8") as file:
-                file.write(text.rstrip("\n") + "\n")
+            self._write("a", text.rstrip("\n") + "\n")
+
+    def _write(self, mode: str, text: str) -> None:
+        """A log that cannot be written, on a full disk say, is no reason to fail."""
+        try:
+            os.makedirs(os.path.dirname(os.path.abspath(self.path)), exist_ok=True)
+            with open(self.path, mode, encoding="utf-8") as file:
+                file.write(text)
+        except OSError as error:
+            print(f"{self.path} was not written: {error.strerror}", file=sys.stderr, flush=True)
+            self.path = None
 
 
 def run_here(request: dict, log: StageLog) -> dict:

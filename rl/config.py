@@ -8,6 +8,7 @@ config a run.
 import difflib
 import functools
 import itertools
+import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,6 +23,20 @@ from rl.mesh import check_dial
 SCHEMA = Path(__file__).parents[1] / "workflow" / "schemas" / "config.schema.yaml"
 SWEEP_KEYS = ("base", "grid", "runs")
 MISSING = object()
+# A whole number is written as one, and NaN and infinity are no settings.
+Validator = jsonschema.validators.extend(
+    jsonschema.Draft202012Validator,
+    type_checker=jsonschema.Draft202012Validator.TYPE_CHECKER.redefine_many(
+        {
+            "integer": lambda _, value: isinstance(value, int) and not isinstance(value, bool),
+            "number": lambda _, value: (
+                isinstance(value, int | float)
+                and not isinstance(value, bool)
+                and math.isfinite(value)
+            ),
+        }
+    ),
+)
 PLAIN_TYPES = {"integer": int, "number": (int, float), "boolean": bool, "null": type(None)}
 
 
@@ -34,7 +49,7 @@ def schema() -> dict:
 def complete(config: Mapping, name: str = "the config") -> dict:
     """A copy of `config` with every default filled in, checked key by key and key against key."""
     config = _parsed(config, schema())
-    for error in sorted(jsonschema.Draft202012Validator(schema()).iter_errors(config), key=str):
+    for error in sorted(Validator(schema()).iter_errors(config), key=str):
         raise MeshdialError(f"{name}: {_sentence(error)}")
     filled = _fill(config, schema())
     if filled["evaluation"]["functions"] is None:
@@ -94,6 +109,8 @@ def _checked_sweep(sweep: Any) -> Mapping:
 def _choices(sweep: Mapping) -> Iterator[tuple[dict, str]]:
     """(settings, label) of each run: every entry of `runs` at every point of the grid."""
     grid = sweep.get("grid", {})
+    if not isinstance(grid, Mapping):
+        raise MeshdialError(f"sweep: grid is {grid!r}, expected a mapping from key to values")
     for key, values in grid.items():
         if not isinstance(values, list) or not values:
             raise MeshdialError(f"sweep: grid.{key} is {values!r}, expected a list of values")
@@ -189,6 +206,9 @@ def _chosen(value: Any, rules: Mapping) -> Mapping:
 def _sentence(error: jsonschema.ValidationError) -> str:
     """What is wrong, in one sentence that names the key, what was found and what was expected."""
     error = _meant(error)
+    if "propertyNames" in error.absolute_schema_path:
+        key = ".".join(map(str, [*error.absolute_path, error.instance]))
+        return f"unknown key {key}; expected {_one_of(error.validator_value)}"
     key = ".".join(str(part) for part in error.absolute_path)
     found = f"{error.instance!r:.60}"
     where = f"{key} is {found}" if key else "the top level"
@@ -213,7 +233,8 @@ def _sentence(error: jsonschema.ValidationError) -> str:
             bound = "at most" if error.validator == "maximum" else "less than"
             return f"{where}, expected {bound} {error.validator_value}"
         case "minItems" | "maxItems":
-            return f"{where}, expected {error.validator_value} entries"
+            bound = "at least" if error.validator == "minItems" else "at most"
+            return f"{where}, expected {bound} {error.validator_value} entries"
         case "pattern":
             return f"{where}, expected lower-case letters, digits, '.', '_' and '-'"
         case "not":
@@ -262,6 +283,17 @@ def _keys(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, Mapping) else repr(value)
 
 
+def _misshapen(architecture: Mapping) -> Iterator[str]:
+    width, heads, kv_heads = (architecture[key] for key in ("width", "heads", "kv_heads"))
+    where = "model.architecture"
+    if width % (2 * heads):
+        yield f"{where}.width is {width}, expected a multiple of 2 x heads = {2 * heads}"
+    if heads % kv_heads:
+        yield f"{where}.heads is {heads}, expected a multiple of kv_heads = {kv_heads}"
+    if architecture["tokenizer"] == "characters" and not architecture["alphabet"]:
+        yield f"{where}.alphabet is missing, which the tokenizer characters needs"
+
+
 def _conflicts(config: Mapping) -> Iterator[str]:
     """Sentences about keys that do not fit each other."""
     rollout, learner, model = config["rollout"], config["learner"], config["model"]
@@ -284,6 +316,8 @@ def _conflicts(config: Mapping) -> Iterator[str]:
             f"{'missing' if model['architecture'] is None else 'given'}; the source scratch needs "
             "an architecture, and no other source takes one"
         )
+    if model["architecture"] is not None:
+        yield from _misshapen(model["architecture"])
     optimizer = config["optimizer"]
     if optimizer["schedule"] != "constant" and optimizer["horizon"] is None:
         yield f"optimizer.schedule is {optimizer['schedule']}, which needs optimizer.horizon"

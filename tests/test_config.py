@@ -73,6 +73,10 @@ def test_every_key_of_the_schema_has_a_default_or_is_required():
         ({"run": "Big Run"}, ["'Big Run'", "lower-case"]),
         ({"run": "x", "keep": "some"}, ["keep is 'some'", "all", "last", "integer"]),
         ({"run": "x", "keep": 0}, ["keep is 0", "at least 1"]),
+        ({"run": "x", "iterations": 3.0}, ["iterations is 3.0", "integer"]),
+        ({"run": "x", "optimizer": {"learning_rate": float("nan")}}, ["learning_rate is nan"]),
+        ({"run": "x", "optimizer": {"learning_rate": float("inf")}}, ["learning_rate is inf"]),
+        ({"run": "x", "reward": {"functions": []}}, ["reward.functions", "at least 1"]),
         ({"run": "x", "lag": 1}, ["lag is 1", "expected 0"]),
         ({"run": "x", "warm_start": {"updates": 0}}, ["warm_start.updates is 0"]),
         ({"run": "x", "warm_start": {"update": 1}}, ["warm_start.update", "updates"]),
@@ -110,6 +114,11 @@ def test_training_on_truncated_samples_has_a_key_of_its_own(setting):
         ({"model": {"source": "scratch"}}, ["model.source", "architecture is missing"]),
         ({"model": {"architecture": {}}}, ["model.source", "architecture is given"]),
         ({"optimizer": {"schedule": "linear"}}, ["linear", "optimizer.horizon"]),
+        ({"optimizer": {"name": "adam", "weight_decay": 0.1}}, ["weight_decay is 0.1", "adamw"]),
+        (
+            {"model": {"source": "scratch", "architecture": {"heads": 3, "width": 32}}},
+            ["architecture.width is 32", "multiple"],
+        ),
         ({"optimizer": {"warmup": 5, "horizon": 5}}, ["horizon is 5", "warmup = 5"]),
         ({"task": {"name": "table"}}, ["table", "train_file is None"]),
         ({"task": {"train_file": "a.jsonl"}}, ["addition", "a.jsonl"]),
@@ -130,7 +139,7 @@ def test_keys_that_contradict_each_other_are_refused(config, words):
             ["roles.rollout is missing", "a, b"],
         ),
         ({"meshes": {"a": {"devices": 2}}}, ["meshes.a.devices is 2", "expected 1"]),
-        ({"meshes": {"a": {"devices": 1, "axes": {"model": 1}}}}, ["model"]),
+        ({"meshes": {"a": {"devices": 1, "axes": {"model": 1}}}}, ["unknown key", "axes.model"]),
     ],
 )
 def test_a_dial_that_cannot_work_is_refused(cluster, words):
@@ -186,6 +195,7 @@ def test_a_sweep_stands_on_a_base_file_and_overrides_it(tmp_path):
     [
         ({"gird": {}}, ["sweep", "gird"]),
         ({"grid": {"seed": 3}}, ["grid.seed is 3", "list"]),
+        ({"grid": ["seed"]}, ["grid is ['seed']", "mapping"]),
         ({"grid": {"sed": [3]}}, ["run x_sed-3", "unknown key sed", "seed"]),
         ({"runs": [{"name": "a"}, {"name": "a", "seed": 2}]}, ["two runs", "x_a"]),
         ({"base": "missing.yaml", "grid": {}}, ["missing.yaml"]),

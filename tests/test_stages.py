@@ -381,6 +381,16 @@ def test_an_iteration_that_is_not_as_it_must_be_fails_its_checks(copied, name, c
         assert word in str(caught.value)
 
 
+def test_an_artifact_of_another_run_fails_the_checks(copied, tmp_path):
+    other = Pipeline(tmp_path / "other", seed=1)
+    other.start()
+    other.iterate(1)
+    shutil.rmtree(copied.path("1", "policy"))
+    shutil.copytree(other.path("1", "policy"), copied.path("1", "policy"))
+    with pytest.raises(MeshdialError, match="policy was made from rollouts with the content id"):
+        copied.check(1)
+
+
 def test_drift_above_its_bound_fails_the_checks(copied):
     path = copied.path("1", "update.json")
     path.write_text(json.dumps(read_json(path) | {"logprob_drift_mean": 0.5}))

@@ -79,7 +79,13 @@ def generate(
 
 
 def _check_prompts(spec, prompts, prompt_numbers, sampling: SamplingConfig) -> None:
-    longest = spec.config.max_position_embeddings - sampling.max_tokens
+    context = spec.config.max_position_embeddings
+    longest = context - sampling.max_tokens
+    if longest < 1:
+        raise MeshdialError(
+            f"rollout.max_tokens is {sampling.max_tokens}, expected less than the model's "
+            f"max_position_embeddings, {context}"
+        )
     for number, prompt in zip(prompt_numbers, prompts, strict=True):
         if not len(prompt):
             raise MeshdialError(f"prompt {number} has no tokens, expected at least one")

@@ -21,6 +21,7 @@ from typing import Any
 
 from rl.artifacts import Publisher, write_json
 from rl.context import Context
+from rl.errors import MeshdialError
 from rl.stages.request import Request
 
 MODULES = {
@@ -37,7 +38,10 @@ MODULES = {
 def run(request: Mapping[str, Any], context: Context) -> None:
     """Run one stage; MeshdialError for bad input, ClientGone if nobody waits for it any more."""
     job = Request.from_json(request)
-    module = next(name for name, stages in MODULES.items() if job.stage in stages)
+    module = next((name for name, stages in MODULES.items() if job.stage in stages), None)
+    if module is None:
+        known = ", ".join(stage for stages in MODULES.values() for stage in stages)
+        raise MeshdialError(f"there is no such stage, expected one of {known}")
     function = getattr(importlib.import_module(module), job.stage)
     started, cpu_started = time.perf_counter(), time.process_time()
     said = function(job, context)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from rl.artifacts import (
     Publisher,
@@ -153,7 +154,16 @@ def score_rewards(job: Request, context: Context) -> str:
     write_table(
         Publisher(context.check_alive), job.outputs["rewards"], "rewards", rewards, provenance
     )
+    return _told(rewards)
+
+
+def _told(rewards: pa.Table) -> str:
     scored = rewards.filter(rewards["scored_ok"])
-    mean = sum(scored["reward"].to_pylist()) / max(scored.num_rows, 1)
     failed = rewards.num_rows - scored.num_rows
-    return f"mean reward {mean:.3f}" + (f", {failed} not scored" if failed else "")
+    mean = (
+        f"mean reward {pc.mean(scored['reward']).as_py():.3f}" if scored.num_rows else "no reward"
+    )
+    if not failed:
+        return mean
+    first = next(reason for reason in rewards["failure"].to_pylist() if reason)
+    return f"{mean}, {failed} not scored, the first because it {first}"

@@ -2,10 +2,20 @@
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
-from rl.artifacts import MANIFEST, Publisher, join, read_json, read_table, write_json
+from rl.artifacts import (
+    MANIFEST,
+    Publisher,
+    artifact_id,
+    join,
+    read_json,
+    read_table,
+    table_provenance,
+    write_json,
+)
 from rl.context import Context
 from rl.errors import MeshdialError
 from rl.learner import LossConfig, OptimizerConfig, update
@@ -103,12 +113,13 @@ def check_iteration(job: Request, context: Context) -> str:
     _check_figures(job, figures, job.cost["max_logprob_drift"])
     _check_version(job, rollouts)
     _check_rollouts(job, rollouts)
-    _check_scores(job, join(rollouts.select(["sample_id"]), rewards, ["scored_ok"]))
+    _check_scores(job, join(rollouts.select(["sample_id"]), rewards, ["scored_ok", "failure"]))
     join(rollouts.select(["sample_id"]), advantages, ["advantage"])
     _check_finite(job, "advantages", "advantage", advantages["advantage"].to_numpy())
     for name in ("reference", "policy_logprobs"):
         if name in job.inputs:
             _check_logprobs(job, name, rollouts)
+    _check_provenance(job)
     version = read_json(job.input("policy") / MANIFEST)["version"]
     if version != job.iteration:
         raise MeshdialError(
@@ -147,6 +158,26 @@ def _check_version(job: Request, rollouts) -> None:
         )
 
 
+def _check_provenance(job: Request) -> None:
+    """The tables and the policy of this iteration were made from one another."""
+    for made, source in (("rewards", "rollouts"), ("advantages", "rewards")):
+        stated = table_provenance(job.input(made))["inputs"].get(source)
+        _check_origin(job, job.input(made), source, stated)
+    stated = read_json(job.input("policy") / MANIFEST)["inputs"]
+    for source in ("rollouts", "advantages", "reference", "policy_logprobs"):
+        if source in job.inputs:
+            _check_origin(job, job.input("policy"), source, stated.get(source))
+
+
+def _check_origin(job: Request, made: Path, source: str, stated: str | None) -> None:
+    found = artifact_id(job.input(source))
+    if stated != found:
+        raise MeshdialError(
+            f"{made} was made from {source} with the content id {stated}, but "
+            f"{job.input(source)} has {found}; delete the one that does not belong here"
+        )
+
+
 def _check_rollouts(job: Request, rollouts) -> None:
     """One mask bit and one log-probability a token, and the token that ends it trained on."""
     path = job.input("rollouts")
@@ -171,7 +202,8 @@ def _check_scores(job: Request, scores) -> None:
     if failed > job.cost["max_unscored"]:
         raise MeshdialError(
             f"{job.input('rewards')}: {failed:.0%} of the completions could not be scored, above "
-            f"checks.max_unscored = {job.cost['max_unscored']:g}"
+            f"checks.max_unscored = {job.cost['max_unscored']:g}; the first failure: "
+            f"{next(reason for reason in scores['failure'].to_pylist() if reason)}"
         )
 
 

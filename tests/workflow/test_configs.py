@@ -44,6 +44,12 @@ def test_the_default_config_is_addition(tmp_path):
         ({"rollout": {"group_size": 1}}, "rollout.group_size is 1, expected at least 2"),
         ({"learner": {"updates_per_batch": 3}}, "learner.updates_per_batch = 3 does not divide"),
         ({"cluster": {"meshes": {"all": {"devices": 4}}}}, "cluster.meshes.all.devices is 4"),
+        (
+            {"reward": {"functions": [{"function": "exact"}]}},
+            "reward.functions.0.function is 'exact'",
+        ),
+        ({"reward": {"functions": [{"function": "nosuch:f"}]}}, "reward module nosuch: not found"),
+        ({"task": {"name": "table", "train_file": "no.jsonl"}}, "task file no.jsonl is missing"),
         ({"metrics": {"sink": "wandb"}}, "pip install 'meshdial[wandb]'"),
     ],
 )

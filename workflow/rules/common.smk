@@ -13,7 +13,7 @@ from rl.errors import MeshdialError
 from rl.mesh import layout
 from rl.models.folder import model_files
 from rl.report.sinks import check_sink
-from rl.rewards.functions import module_file
+from rl.rewards.functions import module_file, parse_functions
 from rl.schedule import is_evaluated, is_kept
 from rl.stage_table import stage_config
 from rl.tasks import task_files
@@ -29,9 +29,10 @@ def check_files(run):
     for path in task_files(run["task"]):
         if not Path(path).is_file():
             raise MeshdialError(f"run {run['run']}: task file {path} is missing")
-    for entry in run["reward"]["functions"] + run["evaluation"]["functions"]:
-        if ":" in entry["function"]:
-            module_file(entry["function"].partition(":")[0])
+    for functions in (run["reward"]["functions"], run["evaluation"]["functions"]):
+        for function in parse_functions(functions):
+            if not function.is_built_in:
+                module_file(function.module_and_function[0])
 
 
 CONFIGFILES = workflow.config_settings.configfiles
@@ -73,11 +74,13 @@ def stage(name, inputs="", outputs="", costs=""):
 
 def run_of(wildcards):
     """The config of the run that a job belongs to."""
-    if wildcards.run not in RUNS:
+    run = RUNS[wildcards.run]
+    if int(getattr(wildcards, "iteration", 0)) > run["iterations"]:
         raise WorkflowError(
-            f"no run {wildcards.run!r} in this config, which has: {', '.join(RUNS)}"
+            f"run {wildcards.run} has iterations: {run['iterations']}, and "
+            f"{wildcards.iteration} is beyond it"
         )
-    return RUNS[wildcards.run]
+    return run
 
 
 def slice_of(name):

@@ -9,10 +9,13 @@ CHATTER = ("job_started", "job_finished", "progress")
 
 
 def is_worth_showing(record):
-    """Each stage says itself when it is done, so the scheduler need not."""
-    event = getattr(record, "event", None)
-    return str(event) not in CHATTER and not record.getMessage().startswith(
-        "Select jobs"
+    """Each stage says itself when it is done or why it failed, so the scheduler need not."""
+    text, event = record.getMessage(), getattr(record, "event", None)
+    is_failed_stage = "CalledProcessError" in text and "rl.client" in text
+    return (
+        str(event) not in CHATTER
+        and not text.startswith("Select jobs")
+        and not is_failed_stage
     )
 
 
