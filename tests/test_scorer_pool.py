@@ -10,11 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
-from test_rewards import rollouts
 
 from rl.errors import ClientGone, MeshdialError
 from rl.rewards import score
 from rl.rewards.pool import CHILD, Call, ScorerProcess, Target, score_in_processes
+from tests.test_rewards import rollouts
 
 REWARDS = """
     import ctypes, json, os, random, signal, subprocess, sys, threading, time
