@@ -4,14 +4,13 @@ from collections.abc import Mapping
 
 import pyarrow as pa
 
-from rl.artifacts import Publisher, group_id, read_table, write_table
+from rl.artifacts import Publisher, read_table, write_table
 from rl.context import Context
 from rl.rewards import scorer_hash
-from rl.rollout.sampler import generate
 from rl.rollout.sampling import SamplingConfig
-from rl.stages.experience import completion_table, score_rollouts
+from rl.stages.completions import sample_completions
+from rl.stages.experience import score_rollouts
 from rl.stages.request import Request
-from rl.stages.tokens import encode_prompts
 from rl.sync import memory_of, rollout_policy, tokenizer_of
 
 SEED = 0
@@ -24,26 +23,9 @@ def evaluate_policy(job: Request, context: Context) -> str:
     tokenizer = tokenizer_of(memory_of(context), job.input("base"))
     prompts = read_table(job.input("prompts"), "prompts")
     prompts = prompts.slice(0, config["evaluation.max_prompts"])
-    texts, tokens = encode_prompts(prompts, tokenizer)
-    figures: dict = {}
-    with job.computing():
-        groups = generate(
-            policy.spec,
-            policy.trainable,
-            policy.frozen,
-            tokenizer,
-            tokens,
-            (SEED, job.iteration, list(range(prompts.num_rows))),
-            1,
-            _sampling(config),
-            job.cost["max_rows"],
-            progress=context.occasionally(job.stage),
-            check_alive=context.check_alive,
-            figures=figures,
-        )
-    job.costs_found |= {"rollout": figures, "sync": policy.sync}
-    keys = [group_id(SEED, job.iteration, name) for name in prompts["prompt_id"].to_pylist()]
-    table = completion_table(prompts, texts, tokens, groups, keys, policy.version)
+    keys = (SEED, job.iteration, list(range(prompts.num_rows)))
+    sampling = _sampling(config)
+    table = sample_completions(job, context, policy, tokenizer, prompts, keys, 1, sampling)
     table = _scored(table, config, context)
     write_table(
         Publisher(context.check_alive),

@@ -7,20 +7,15 @@ import pyarrow.compute as pc
 
 from rl.artifacts import (
     Publisher,
-    group_id,
-    make_table,
     read_table,
-    sample_id,
     write_table,
 )
 from rl.context import Context
 from rl.errors import MeshdialError
 from rl.rewards import score, scorer_hash
-from rl.rollout.completion import Completion
-from rl.rollout.sampler import generate
 from rl.rollout.sampling import SamplingConfig
+from rl.stages.completions import sample_completions
 from rl.stages.request import Request
-from rl.stages.tokens import encode_prompts
 from rl.sync import memory_of, rollout_policy, tokenizer_of
 from rl.tasks import iteration_window, make_prompts
 
@@ -46,28 +41,16 @@ def generate_rollouts(job: Request, context: Context) -> str:
     size = config["rollout.prompts_per_iteration"]
     rows = iteration_window(prompts.num_rows, size, config["seed"], job.iteration)
     window = prompts.take(rows)
-    texts, tokens = encode_prompts(window, tokenizer)
-    sampling = rollout_sampling(config)
-    figures: dict = {}
-    with job.computing():
-        groups = generate(
-            policy.spec,
-            policy.trainable,
-            policy.frozen,
-            tokenizer,
-            tokens,
-            (config["seed"], job.iteration, rows),
-            config["rollout.group_size"],
-            sampling,
-            job.cost["max_rows"],
-            progress=context.occasionally(job.stage),
-            check_alive=context.check_alive,
-            figures=figures,
-        )
-    job.costs_found |= {"rollout": figures, "sync": policy.sync}
-    names = window["prompt_id"].to_pylist()
-    keys = [group_id(config["seed"], job.iteration, name) for name in names]
-    table = completion_table(window, texts, tokens, groups, keys, policy.version)
+    table = sample_completions(
+        job,
+        context,
+        policy,
+        tokenizer,
+        window,
+        (config["seed"], job.iteration, rows),
+        config["rollout.group_size"],
+        rollout_sampling(config),
+    )
     provenance = job.provenance(
         tokenizer=tokenizer.content_hash,
         chat_template=tokenizer.template_hash,
@@ -77,8 +60,7 @@ def generate_rollouts(job: Request, context: Context) -> str:
     write_table(
         Publisher(context.check_alive), job.outputs["rollouts"], "rollouts", table, provenance
     )
-    count = sum(len(c.tokens) for group in groups for c in group)
-    mean_length = count / table.num_rows
+    mean_length = pc.mean(pc.list_value_length(table["completion_tokens"])).as_py()
     return f"{table.num_rows} rollouts of policy {policy.version}, mean length {mean_length:.1f}"
 
 
@@ -92,38 +74,6 @@ def rollout_sampling(config: Mapping) -> SamplingConfig:
         min_p=config["rollout.min_p"],
         stop=tuple(config["rollout.stop"]),
     )
-
-
-def completion_table(
-    prompts: pa.Table,
-    texts: list[str],
-    tokens: list[list[int]],
-    groups: list[list[Completion]],
-    group_ids: list[str],
-    version: int,
-) -> pa.Table:
-    """The rollout table: a row for each completion, groups in prompt order."""
-    rows = [
-        {
-            "sample_id": sample_id(group_ids[p], g),
-            "group_id": group_ids[p],
-            "prompt_id": prompt["prompt_id"],
-            "prompt": texts[p],
-            "prompt_tokens": tokens[p],
-            "completion": completion.text,
-            "completion_tokens": completion.tokens,
-            "completion_mask": [True] * len(completion.tokens),
-            "rollout_logprobs": completion.logprobs,
-            "sampling_logprobs": completion.sampling_logprobs,
-            "policy_version": version,
-            "finish_reason": completion.finish_reason,
-            "ground_truth": prompt["ground_truth"],
-            "info": prompt["info"],
-        }
-        for p, prompt in enumerate(prompts.to_pylist())
-        for g, completion in enumerate(groups[p])
-    ]
-    return make_table("rollouts", {name: [row[name] for row in rows] for name in rows[0]})
 
 
 def score_rollouts(
