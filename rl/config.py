@@ -94,6 +94,15 @@ def read(path: Path) -> dict:
     return value
 
 
+def leaves(config: Mapping, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of everything in a config that is not a block with keys of its own."""
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
 def sweep_name(config: Mapping) -> str | None:
     """The name of the sweep, or None for a single run."""
     return config.get("run", "sweep") if "sweep" in config else None

@@ -263,7 +263,7 @@ def synced(
         source = memory.get("parameters", manifest["source_content_id"])
         if source is not None:
             outcome = "cast"
-            parameters = {name: value.astype(spec.dtype) for name, value in source.items()}
+            parameters = cast(source, spec.dtype)
         else:
             outcome = "load"
             loaded = load_weights(folder, spec, base_content_id=base_content_id)

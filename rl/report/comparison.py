@@ -11,7 +11,7 @@ import io
 import itertools
 import json
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 from matplotlib.axes import Axes
 
+from rl.config import leaves
 from rl.errors import MeshdialError
 from rl.report.figures import draw_line
 from rl.report.intervals import wilson_interval
@@ -184,15 +185,7 @@ def _row(group: Group) -> dict[str, Any]:
 def _settings(config: Mapping, seed_key: str) -> dict[str, str]:
     """Each setting in words, by dotted key."""
     ignored = {*IGNORED_KEYS, seed_key}
-    return {key: _word(value) for key, value in _leaves(config) if key not in ignored}
-
-
-def _leaves(config: Mapping, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+    return {key: _word(value) for key, value in leaves(config) if key not in ignored}
 
 
 def _varying_keys(all_settings: list[dict[str, str]]) -> list[str]:

@@ -19,6 +19,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from rl import __version__
 from rl.artifacts import Publisher, write_json
 from rl.context import Context
 from rl.errors import MeshdialError
@@ -75,6 +76,6 @@ def peak_memory_bytes() -> int:
 @functools.cache
 def versions() -> dict[str, str]:
     """Of Python and of the packages that decide a result."""
-    packages = ("meshdial", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
     found = {name: importlib.metadata.version(name) for name in packages}
-    return {"python": platform.python_version(), **found}
+    return {"python": platform.python_version(), "meshdial": __version__, **found}

@@ -20,7 +20,7 @@ from rl.models.spec import ModelSpec
 from rl.models.tokenizer import Tokenizer
 from rl.stages.request import Request
 from rl.stages.tokens import encode_prompts
-from rl.sync import load_base, memory_of, placed
+from rl.sync import load_base, memory_of, placed, tokenizer_of
 from rl.tasks import iteration_window
 
 
@@ -57,7 +57,7 @@ def warm_start(job: Request, context: Context) -> str:
     """The model after supervised training on the task's own answers."""
     settings = job.config["warm_start"]
     base = load_base(memory_of(context), job.input("model"), is_private=True)
-    tokenizer = Tokenizer.load(job.input("model"))
+    tokenizer = tokenizer_of(memory_of(context), job.input("model"))
     prompts = read_table(job.input("prompts"), "prompts")
     tokens, answers = _answers(prompts, tokenizer, job.config["rollout.max_tokens"])
     optimizer = OptimizerConfig(

@@ -8,6 +8,7 @@ from pathlib import Path
 from snakemake.exceptions import WorkflowError
 
 from rl.config import expand as expand_runs
+from rl.config import leaves
 from rl.config import sweep_name
 from rl.errors import MeshdialError
 from rl.mesh import layout

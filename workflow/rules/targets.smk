@@ -55,15 +55,6 @@ def comparison_config(wildcards):
     return json.dumps(config, sort_keys=True)
 
 
-def leaves(config, prefix=""):
-    """(dotted key, value) of everything in a config."""
-    for key, value in config.items():
-        if isinstance(value, dict) and value:
-            yield from leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
 def figure(name):
     """A figure of a run that goes into Snakemake's report too."""
     return report(
