@@ -28,6 +28,11 @@ def scratch_model(
     return config, init_parameters(config, seed), files, {key: ids[key] for key in TOKEN_ID_KEYS}
 
 
+def scratch_config(architecture: Mapping[str, object]) -> ModelConfig:
+    """The sizes of such a model, without its parameters."""
+    return _config(architecture, count_ids(_tokenizer_files(architecture), "scratch"))
+
+
 def _tokenizer_files(architecture: Mapping[str, object]) -> dict[str, bytes]:
     kind, alphabet = architecture.get("tokenizer"), architecture.get("alphabet")
     if kind == "bytes" and alphabet is None:

@@ -1,0 +1,175 @@
+"""Seconds of an iteration: its stages on the meshes of a dial, composed over the DAG.
+
+    sync(n-1-lag) -> rollouts -> reference and policy log-probabilities -> update -> sync(n)
+
+Stages of one mesh take turns, those of different meshes overlap as far as the edges allow. In a
+steady state an iteration therefore takes
+
+    max( the busiest mesh's seconds, seconds of the whole chain / (1 + lag) )
+
+the largest cycle mean of the repeated DAG (Reiter 1968): with lag 0 that is the chain, which on a
+single mesh is the sum of all stages; with enough lag it is the busiest mesh. Scoring rewards, the
+advantages and the checks run on the host and are not foreseen; nor is evaluation.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rl.plan.dial import Dial, PlannedMesh, decoding_meshes, training_meshes
+from rl.plan.hardware import Device, Link
+from rl.plan.memory import memory_by_role, mesh_peak
+from rl.plan.shape import itemsize, num_parameters, trainable
+from rl.plan.speed import checkpoint_bytes, decoding, scoring_bound, update_bound
+from rl.plan.work import Work
+
+MOST_UNITS = 8
+"""Pools of an alternative are multiples of a power of two, of which there are about this many."""
+
+
+@dataclass(frozen=True)
+class Machines:
+    """What the meshes are made of. `between` carries a sync from mesh to mesh; every export and
+    checkpoint goes to `disk`."""
+
+    device: Device
+    between: Link
+    disk: Link
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """Seconds of each stage, and of an iteration in a steady state."""
+
+    dial: Dial
+    stages: dict[str, float]
+    seconds: float
+    overflow: float
+
+    @property
+    def rank(self) -> tuple[float, float, float]:
+        """What fits comes first, or comes nearest to it; then what is fastest, and does least."""
+        return self.overflow, self.seconds, sum(self.stages.values())
+
+
+def sync_bytes(work: Work) -> int:
+    """Trainable parameters only, in the rollout's dtype: what every export writes, and what a sync
+    between meshes moves; on one mesh it moves nothing."""
+    return num_parameters(trainable(work.spec)) * itemsize(work.rollout_dtype)
+
+
+def iteration(work: Work, dial: Dial, machines: Machines) -> Iteration:
+    """`stages`: export, sync, rollouts, reference, policy, update (with its checkpoint)."""
+    device, disk = machines.device, machines.disk
+    export = sync_bytes(work) / disk.bandwidth
+    sync = 0.0
+    if not dial.is_colocated:
+        # Through files, the export is half of the sync.
+        moved = machines.between.seconds(sync_bytes(work))
+        sync = moved / 2 if machines.between.is_disk else moved
+        export = moved / 2 if machines.between.is_disk else export
+    stages = {
+        "export": export,
+        "sync": sync,
+        "rollouts": decoding(work, dial.rollout, device).seconds,
+        "reference": 0.0,
+        "policy": 0.0,
+        "update": update_bound(work, dial.actor, device).seconds
+        + checkpoint_bytes(work) / disk.bandwidth,
+    }
+    if dial.reference is not None:
+        stages["reference"] = scoring_bound(work, dial.reference, device).seconds
+    if work.needs_policy_logprobs(dial.lag):
+        stages["policy"] = scoring_bound(work, dial.actor, device).seconds
+    return Iteration(dial, stages, composed(dial, stages), overflow(work, dial, device))
+
+
+def composed(dial: Dial, stages: dict[str, float]) -> float:
+    """Seconds of an iteration in a steady state, by the formula above."""
+    place = {"export": dial.actor, "policy": dial.actor, "update": dial.actor}
+    place |= {"sync": dial.rollout, "rollouts": dial.rollout, "reference": dial.reference}
+    busy = {mesh: 0.0 for mesh in dial.meshes}
+    scoring = dict(busy)
+    for stage, seconds in stages.items():
+        if place[stage] is not None:
+            busy[place[stage]] += seconds
+            if stage in ("reference", "policy"):
+                scoring[place[stage]] += seconds
+    chain = sum(stages[stage] for stage in ("export", "sync", "rollouts", "update"))
+    chain += max(scoring.values())
+    return max(*busy.values(), chain / (1 + dial.lag))
+
+
+def overflow(work: Work, dial: Dial, device: Device) -> float:
+    """By which part of a device's memory the fullest mesh exceeds it; 0 where all fits."""
+    roles = memory_by_role(work, dial)
+    return max(0.0, *(mesh_peak(roles, mesh) / device.memory - 1 for mesh in dial.meshes))
+
+
+# Other dials on as many devices
+
+
+def alternatives(
+    work: Work, machines: Machines, num_devices: int, lags: tuple[int, ...]
+) -> list[Iteration]:
+    """For each way to part the roles and each lag, the dial that fits and is fastest; where none
+    fits, the one that comes nearest. A dial of more meshes than devices has a device for each."""
+    return [
+        _best(work, machines, label, parts, max(num_devices, len(parts)), lag)
+        for label, parts in _partings(work.has_reference)
+        for lag in lags
+    ]
+
+
+def _partings(has_reference: bool) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Label, and for each mesh the roles that share it."""
+    yield "all colocated", ("actor rollout reference",)
+    yield "rollout apart", ("actor reference", "rollout")
+    if has_reference:
+        yield "rollout apart, with the reference", ("actor", "rollout reference")
+        yield "rollout and reference apart", ("actor", "rollout", "reference")
+
+
+def _best(
+    work: Work, machines: Machines, label: str, parts: tuple[str, ...], num_devices: int, lag: int
+) -> Iteration:
+    def planned(meshes: tuple[PlannedMesh, ...]) -> Iteration:
+        mesh = {r: m for roles, m in zip(parts, meshes, strict=True) for r in roles.split()}
+        reference = mesh["reference"] if work.has_reference else None
+        dial = Dial(label, lag, mesh["actor"], mesh["rollout"], reference)
+        return iteration(work, dial, machines)
+
+    found = []
+    for sizes in _splits(num_devices, len(parts), _unit(num_devices)):
+        options = [_options(work, roles, size) for roles, size in zip(parts, sizes, strict=True)]
+        meshes = tuple(choices[-1] for choices in options)
+        # A mesh's own stages and memory depend on no other, so that each is chosen by itself.
+        for place, choices in enumerate(options):
+            others = meshes[:place], meshes[place + 1 :]
+            tried = [planned((*others[0], mesh, *others[1])) for mesh in choices]
+            best = min(range(len(tried)), key=lambda n, tried=tried: tried[n].rank)
+            meshes = (*others[0], choices[best], *others[1])
+        found.append(planned(meshes))
+    return min(found, key=lambda iteration: iteration.rank)
+
+
+def _options(work: Work, roles: str, size: int) -> list[PlannedMesh]:
+    name = roles.split()[0]
+    make = training_meshes if "actor" in roles else decoding_meshes
+    return make(name, size, work.spec.config)
+
+
+def _unit(num_devices: int) -> int:
+    unit = 1
+    while unit * 2 * MOST_UNITS <= num_devices:
+        unit *= 2
+    return unit
+
+
+def _splits(num_devices: int, num_meshes: int, unit: int) -> Iterator[tuple[int, ...]]:
+    """Ways to divide the devices, the last mesh taking what is left."""
+    if num_meshes == 1:
+        yield (num_devices,)
+        return
+    for first in range(unit, num_devices - unit * (num_meshes - 1) + 1, unit):
+        for rest in _splits(num_devices - first, num_meshes - 1, unit):
+            yield (first, *rest)
