@@ -18,7 +18,7 @@ import jsonschema
 import yaml
 
 from rl.errors import MeshdialError
-from rl.mesh import check_dial
+from rl.mesh import check_dial, check_fit
 
 SCHEMA = Path(__file__).parents[1] / "workflow" / "schemas" / "config.schema.yaml"
 SWEEP_KEYS = ("base", "grid", "runs")
@@ -346,4 +346,4 @@ def _conflicts(config: Mapping) -> Iterator[str]:
             f"task.name is {task['name']} and task.train_file is {task['train_file']!r}; the task "
             "table reads a file, and no other task does"
         )
-    yield from check_dial(config["cluster"])
+    yield from list(check_dial(config["cluster"])) or check_fit(config)

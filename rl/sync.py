@@ -1,37 +1,43 @@
 """From a policy version to its parameters on a role's mesh, and what that cost.
 
 Weights are named by version; memory is only a cache of files. A stage asks for the parameters that
-a folder states by content id:
+a folder states by content id, on the mesh that it runs on:
 
-    alias    the process holds these very arrays: nothing moves
-    cast     it holds them in another dtype
-    load     they are read from the folder, and every block is verified
+    alias      the process holds these very arrays there: nothing moves
+    cast       it holds them there in another dtype
+    reshard    it holds them on another mesh: cast first, then they move between devices
+    load       they are read from the folder, each device its own slices, and every block is verified
 
 An update takes a policy out of memory, since it overwrites its arrays, and puts the next one in.
 """
 
-import os
+import math
 import time
-from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from rl.artifacts import MANIFEST, content_id, read_json
+from rl.artifacts import MANIFEST, read_json
 from rl.checkpoint import abstract_trainable, restore_policy
-from rl.context import Context
-from rl.errors import MeshdialError
 from rl.learner import OptimizerConfig, init_optimizer
-from rl.models.families import model_config, read_config, read_model
+from rl.memory import Memory
+from rl.models.families import model_config, read_config
 from rl.models.spec import ModelConfig, ModelSpec, Parameters
 from rl.models.tokenizer import Tokenizer
+from rl.models.transformer import parameter_shapes, trainable_names
+from rl.sharding import (
+    check_model_fits,
+    current,
+    name_of,
+    parameter_shardings,
+    tree_shardings,
+)
 from rl.stages.request import Request
-from rl.weights import load_weights, read_manifest
+from rl.weights import load_model, load_weights, read_manifest
 
 
 @dataclass(frozen=True)
@@ -68,64 +74,14 @@ class RolloutPolicy:
     sync: dict[str, Any]
 
 
-@dataclass
-class Memory:
-    """What a process holds of weights, by kind and content id, under a byte budget.
-
-    The entry that was used longest ago goes first. `budget_bytes` is half of the machine's memory
-    unless $MESHDIAL_CACHE_BYTES says otherwise.
-    """
-
-    budget_bytes: int = field(default_factory=lambda: _default_budget())
-    entries: OrderedDict[tuple, Any] = field(default_factory=OrderedDict)
-
-    def get(self, *key: str) -> Any:
-        """The entry of this key, or None."""
-        if key in self.entries:
-            self.entries.move_to_end(key)
-        return self.entries.get(key)
-
-    def put(self, value: Any, *key: str) -> None:
-        self.entries[key] = value
-        self.entries.move_to_end(key)
-        while len(self.entries) > 1 and self._bytes() > self.budget_bytes:
-            self.entries.popitem(last=False)
-
-    def take(self, *key: str) -> Any:
-        """The entry of this key, which the memory forgets, or None."""
-        return self.entries.pop(key, None)
-
-    def _bytes(self) -> int:
-        # Aliases share their arrays, so that each array counts once.
-        arrays = {
-            id(leaf): getattr(leaf, "nbytes", 0)
-            for leaf in jax.tree.leaves([_arrays(e) for e in self.entries.values()])
-        }
-        return sum(arrays.values())
-
-
-def memory_of(context: Context) -> Memory:
-    """The memory of the process that runs a stage."""
-    return context.memory.setdefault("weights", Memory())
-
-
-def _arrays(entry: Any) -> Any:
-    if isinstance(entry, Base):
-        return entry.parameters
-    return entry
-
-
-def _default_budget() -> int:
-    given = os.environ.get("MESHDIAL_CACHE_BYTES")
-    return int(given) if given else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-
-
 # The base
 
 
 def base_facts(folder: Path) -> tuple[ModelConfig, dict]:
-    """(config, manifest) of a shared model, without its weights."""
-    return model_config(read_config(folder), folder / "config.json"), read_json(folder / MANIFEST)
+    """(config, manifest) of a shared model, without its weights; its sizes fit the mesh."""
+    config = model_config(read_config(folder), folder / "config.json")
+    check_model_fits(current().shape, config, f"the mesh {name_of(current())}")
+    return config, read_json(folder / MANIFEST)
 
 
 def load_base(
@@ -135,27 +91,22 @@ def load_base(
 
     `dtype` casts it. `is_private` gives arrays of the caller's own, which it may overwrite.
     """
-    _, manifest = base_facts(folder)
-    identity, stored = manifest["content_id"], manifest["dtype"]
-    wanted = dtype or stored
-    held = None if is_private else memory.get("base", identity, wanted)
-    if held is not None:
-        return held
-    config, arrays = read_model(folder)
-    if content_id(arrays) != manifest["parameters_content_id"]:
-        raise MeshdialError(
-            f"{folder} is damaged: its weights do not match the content id in its manifest"
-        )
-    parameters = placed({name: jnp.asarray(array, wanted) for name, array in arrays.items()})
-    base = Base(config, parameters, wanted, identity)
-    if not is_private:
-        memory.put(base, "base", identity, wanted)
-    return base
+    config, manifest = base_facts(folder)
+    wanted = dtype or manifest["dtype"]
+    key = ("base", manifest["content_id"], wanted, name_of(current()))
+    parameters = None if is_private else memory.get(*key)
+    if parameters is None:
+        shardings = _shardings(ModelSpec(config, None, wanted))
+        parameters = load_model(folder, manifest, wanted, shardings).parameters
+        if not is_private:
+            memory.put(parameters, *key)
+    return Base(config, parameters, wanted, manifest["content_id"])
 
 
-def placed(tree: Any) -> Any:
-    """The arrays committed to the mesh: to compile for others than these would be a second time."""
-    return jax.device_put(tree, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+def _shardings(spec: ModelSpec) -> dict[str, jax.sharding.NamedSharding]:
+    """Where what `spec` trains, or all of a model without an adapter, lies on this mesh."""
+    shapes = parameter_shapes(spec)
+    return parameter_shardings({name: shapes[name] for name in trainable_names(spec)}, current())
 
 
 def _frozen(memory: Memory, folder: Path, spec: ModelSpec) -> Parameters:
@@ -179,21 +130,19 @@ def tokenizer_of(memory: Memory, folder: Path) -> Tokenizer:
 def load_policy(job: Request, memory: Memory, is_taken: bool = False) -> Policy:
     """The policy of the request's input `policy`, from memory or its checkpoint.
 
-    `is_taken`: the caller will overwrite the arrays, so that the memory must forget them.
+    `is_taken`: the caller will overwrite the arrays, so that the memory must forget them, the
+    rollout's aliases too.
     """
     folder, base_folder = job.input("policy"), job.input("base")
     config, base_manifest = base_facts(base_folder)
     spec = job.spec(config, base_manifest["dtype"])
     manifest = read_json(folder / MANIFEST)
-    key = ("policy", manifest["content_id"])
-    held = memory.get(*key)
+    held = memory.get("policy", manifest["content_id"], name_of(current()))
     if held is None:
         held = _restored(folder, spec, manifest["optimizer"])
         remember_policy(memory, manifest, *held)
     if is_taken:
-        memory.take(*key)
-        # The rollout's alias goes first: its arrays are about to be overwritten.
-        memory.take("parameters", manifest["parameters_content_id"])
+        memory.forget(held)
     trainable, state = held
     version, identity = manifest["version"], manifest["parameters_content_id"]
     frozen = _frozen(memory, base_folder, spec)
@@ -203,7 +152,16 @@ def load_policy(job: Request, memory: Memory, is_taken: bool = False) -> Policy:
 def _restored(folder: Path, spec: ModelSpec, optimizer: str) -> tuple[Parameters, Any]:
     trainable = abstract_trainable(spec)
     state = jax.eval_shape(partial(init_optimizer, first_optimizer(optimizer)), trainable)
-    return restore_policy(folder, trainable, state)[:2]
+    return restore_policy(folder, *map(_on_mesh, (trainable, state)))[:2]
+
+
+def _on_mesh(shapes: Any) -> Any:
+    """Shapes and dtypes, with where they lie on this mesh."""
+    return jax.tree.map(
+        lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding),
+        shapes,
+        tree_shardings(shapes, current()),
+    )
 
 
 def first_optimizer(kind: str) -> OptimizerConfig:
@@ -224,9 +182,10 @@ def first_optimizer(kind: str) -> OptimizerConfig:
 
 def remember_policy(memory: Memory, manifest: Mapping, trainable: Parameters, state: Any) -> None:
     """Hold a policy that was just published, for whoever asks for it next."""
-    memory.put((trainable, state), "policy", manifest["content_id"])
+    place = name_of(current())
+    memory.put((trainable, state), "policy", manifest["content_id"], place)
     # Rollouts know a policy by its parameters alone.
-    memory.put(trainable, "parameters", manifest["parameters_content_id"])
+    memory.put(trainable, "parameters", manifest["parameters_content_id"], place)
 
 
 # The rollout role
@@ -256,31 +215,63 @@ def synced(
     """(the parameters that an export of a policy on this base states, what getting them cost)."""
     started = time.perf_counter()
     manifest = read_manifest(folder)
-    identity = manifest["content_id"]
-    moved = read = 0
-    outcome, parameters = "alias", memory.get("parameters", identity)
-    if parameters is None:
-        source = memory.get("parameters", manifest["source_content_id"])
-        if source is not None:
-            outcome = "cast"
-            parameters = cast(source, spec.dtype)
-        else:
-            outcome = "load"
-            loaded = load_weights(folder, spec, base_content_id=base_content_id)
-            parameters = placed({name: jnp.asarray(value) for name, value in loaded.items()})
-            moved = read = nbytes(parameters)
-        memory.put(parameters, "parameters", identity)
-    cost = {
+    identity, source_id = manifest["content_id"], manifest["source_content_id"]
+    here, read, source = name_of(current()), 0, "file"
+    parameters = memory.get("parameters", identity, here)
+    held = parameters or memory.get("parameters", source_id, here)
+    if held is None:
+        held = memory.elsewhere("parameters", identity) or memory.elsewhere("parameters", source_id)
+    if held is not None:
+        outcome, parameters, received, source = _moved(held, spec)
+    else:
+        loaded = load_weights(folder, spec, _shardings(spec), base_content_id=base_content_id)
+        outcome, parameters, read = "load", loaded.parameters, loaded.bytes_read
+        received = {name: _device_bytes(value) for name, value in parameters.items()}
+    memory.put(parameters, "parameters", identity, here)
+    jax.block_until_ready(parameters)
+    return parameters, {
         "outcome": outcome,
-        "bytes_moved": moved,
+        "bytes_moved": nbytes({name: parameters[name] for name, size in received.items() if size}),
+        "bytes_received": sum(received.values()),
+        "bytes_written": 0,
         "bytes_read": read,
         "seconds": time.perf_counter() - started,
         "dtype": spec.dtype,
+        "source_sharding": source,
+        "target_sharding": here,
     }
-    return parameters, cost
+
+
+def _moved(held: Parameters, spec: ModelSpec) -> tuple[str, Parameters, dict[str, int], str]:
+    """(outcome, parameters on this mesh in `spec`'s dtype, bytes that devices received of each, the
+    mesh that they came from)."""
+    source = name_of(next(iter(held.values())).sharding.mesh)
+    parameters = cast(held, spec.dtype)  # before they travel
+    is_same = all(parameters[name] is held[name] for name in held)
+    if source == name_of(current()):
+        return "alias" if is_same else "cast", parameters, dict.fromkeys(held, 0), source
+    moved = jax.device_put(parameters, _shardings(spec))
+    received = {name: _received(parameters[name], moved[name]) for name in moved}
+    return "reshard", moved, received, source
+
+
+def _received(before: jax.Array, after: jax.Array) -> int:
+    """Bytes of `after` on devices that did not hold that very slice of `before`."""
+    had = before.sharding.devices_indices_map(before.shape)
+    wants = after.sharding.devices_indices_map(after.shape)
+    num_new = sum(had.get(device) != index for device, index in wants.items())
+    return num_new * _device_bytes(after) // len(wants)
+
+
+def _device_bytes(array: jax.Array) -> int:
+    """Bytes on all devices of the mesh together, replicas counted."""
+    sharding = array.sharding
+    size = math.prod(sharding.shard_shape(array.shape))
+    return len(sharding.device_set) * array.dtype.itemsize * size
 
 
 def nbytes(parameters: Mapping[str, jax.Array]) -> int:
+    """Bytes of the parameters, each element once."""
     return sum(value.nbytes for value in parameters.values())
 
 

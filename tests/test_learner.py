@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rl.algorithms.off_policy import off_policy_weights
 from rl.errors import MeshdialError
 from rl.learner import (
     LossConfig,
@@ -44,7 +45,6 @@ LOSS = LossConfig(
     kl_coefficient=0.0,
     kl_estimator="k3",
     entropy_coefficient=None,
-    off_policy_cap=None,
     aggregation="token-mean",
     max_tokens=8,
 )
@@ -62,6 +62,7 @@ SGD = OptimizerConfig(
 )
 ADAM = replace(SGD, kind="adam", learning_rate=0.01)
 P, G = 4, 5
+CAP = 1.5
 PARTS = ("prompt", "completion")
 
 
@@ -102,8 +103,16 @@ def batch(**changes):
     return pack(**{**rollouts(), **changes})
 
 
+def weighted(packed):
+    """The batch with off-policy weights, which at this cap truncates a good part of them."""
+    logprobs = packed.proximal_logprobs_PGT, packed.rollout_logprobs_PGT
+    found = off_policy_weights(*logprobs, packed.trained_mask(), "token", CAP)
+    assert 0.1 < found.truncated_share < 0.9
+    return replace(packed, off_policy_weights_PGT=found.weights)
+
+
 ON_POLICY = {"proximal_logprobs": None, "reference_logprobs": None}
-EVERY_TERM = replace(LOSS, kl_coefficient=0.3, entropy_coefficient=0.05, off_policy_cap=1.5)
+EVERY_TERM = replace(LOSS, kl_coefficient=0.3, entropy_coefficient=0.05)
 
 
 def gradient(loss_config, packed, micro_batch_size, spec=LORA):
@@ -166,8 +175,8 @@ def by_hand(trainable, frozen, data, config, is_on_policy):
     kl = jax.lax.stop_gradient(ratio * (jnp.exp(-d) - 1 + d)) + kl_gradient
     token_loss = -jnp.minimum(ratio * advantage, bounded * advantage)
     token_loss += config.kl_coefficient * kl - (config.entropy_coefficient or 0.0) * entropy
-    if config.off_policy_cap is not None:
-        token_loss *= jnp.minimum(jnp.exp(proximal - given["rollout"]), config.off_policy_cap)
+    if not is_on_policy:
+        token_loss *= jnp.minimum(jnp.exp(proximal - given["rollout"]), CAP)
     clipped = ratio * advantage > bounded * advantage
     values = {"clipped": clipped, "ratio": ratio, "entropy": entropy, "kl": kl}
     figures = {name: jnp.sum(mask * value) / mask.sum() for name, value in values.items()}
@@ -178,7 +187,7 @@ def by_hand(trainable, frozen, data, config, is_on_policy):
 def test_gradient_and_figures_equal_the_textbook(is_on_policy):
     data = rollouts()
     config = LOSS if is_on_policy else EVERY_TERM
-    packed = pack(**{**data, **(ON_POLICY if is_on_policy else {})})
+    packed = pack(**{**data, **ON_POLICY}) if is_on_policy else weighted(pack(**data))
     (loss, figures), expected = jax.value_and_grad(by_hand, has_aux=True)(
         *parameters(), data, config, is_on_policy
     )
@@ -253,6 +262,7 @@ def test_figures_of_a_uniform_policy():
 def test_micro_batch_size_changes_neither_gradient_nor_figures(config, changes, sizes):
     config = replace(config, aggregation="sequence-mean-token-mean")
     packed = batch(**changes)
+    packed = packed if changes else weighted(packed)
     expected, _ = gradient(config, packed, P * G)
     _, _, figures = run(packed, config, micro=P * G)
     for size in sizes:  # dividing neither the groups of 5 nor the 3 or 4 that are run, and beyond
@@ -265,11 +275,12 @@ def test_micro_batch_size_changes_neither_gradient_nor_figures(config, changes, 
 
 
 def test_masked_tokens_never_contribute_even_when_they_are_nan():
-    clean, dirty = batch(), batch()
+    clean, dirty = weighted(batch()), weighted(batch())
     outside = ~dirty.trained_mask()
     assert outside[dirty.completion_mask_PGT.shape[0] - 1].any()
     for name in ("rollout", "proximal", "reference"):
         getattr(dirty, f"{name}_logprobs_PGT")[outside] = np.nan
+    dirty.off_policy_weights_PGT[outside] = np.nan
     dirty.completion_mask_PGT[np.arange(8) >= dirty.completion_lengths_PG[:, :, None]] = True
     dirty.completion_tokens_PGT[np.arange(8) >= dirty.completion_lengths_PG[:, :, None]] = -7
     clean_gradient, clean_sums = gradient(EVERY_TERM, clean, 20)
@@ -558,6 +569,10 @@ def test_an_unfit_batch_is_refused():
     packed = batch()
     packed.rollout_logprobs_PGT[packed.trained_mask()] = np.nan
     with pytest.raises(MeshdialError, match="rollout log-probabilities of the batch"):
+        run(packed)
+    packed = weighted(batch())
+    packed.off_policy_weights_PGT[packed.trained_mask()] = np.inf
+    with pytest.raises(MeshdialError, match="the off-policy weights of the batch"):
         run(packed)
     with pytest.raises(MeshdialError, match="the advantages of the batch"):
         run(batch(advantages=[np.inf] * 20))

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl.algorithms.policy_loss import clipped_ratio_loss, off_policy_weight, probability_ratio
+from rl.algorithms.off_policy import off_policy_weights
+from rl.algorithms.policy_loss import clipped_ratio_loss, probability_ratio
 
 # ratio, advantage, loss and whether it is clipped, at bounds 0.2 below and 0.3 above.
 CASES = [
@@ -76,10 +77,49 @@ def test_an_absurd_ratio_has_a_finite_loss_and_gradient(advantage, log_ratio):
     assert np.isfinite(gradient)
 
 
-def test_off_policy_weight_is_capped_and_a_constant():
-    proximal, rollout = jnp.log(jnp.array([0.5, 0.2, 0.9])), jnp.log(jnp.array([0.25, 0.4, 0.1]))
-    np.testing.assert_allclose(
-        off_policy_weight(proximal, rollout, 3.0), [2.0, 0.5, 3.0], rtol=1e-6
-    )
-    gradient = jax.grad(lambda p: off_policy_weight(p, rollout, 3.0).sum())(proximal)
-    np.testing.assert_array_equal(gradient, 0.0)
+# Two sequences of three tokens; the last of the second is masked, and holds nothing to read.
+PROXIMAL = np.log([[0.5, 0.2, 0.9], [0.3, 0.3, 1.0]]).astype(np.float32)
+BEHAVIOUR = np.log([[0.25, 0.4, 0.1], [0.3, 0.6, 1.0]]).astype(np.float32)
+MASK = np.array([[True, True, True], [True, True, False]])
+PROXIMAL[1, 2], BEHAVIOUR[1, 2] = np.nan, -np.inf
+
+
+def test_off_policy_weights_of_tokens():
+    found = off_policy_weights(PROXIMAL, BEHAVIOUR, MASK, "token", 3.0)
+    np.testing.assert_allclose(found.weights, [[2.0, 0.5, 3.0], [1.0, 0.5, 0.0]], rtol=1e-6)
+    assert found.weights.dtype == np.float32
+    assert found.effective_share == pytest.approx(7.0**2 / (4 + 0.25 + 9 + 1 + 0.25) / 5)
+    assert found.truncated_share == pytest.approx(1 / 5)
+    assert found.ratio_mean == pytest.approx((2 + 0.5 + 9 + 1 + 0.5) / 5)
+
+
+def test_off_policy_weights_of_sequences_are_the_products_over_their_tokens():
+    found = off_policy_weights(PROXIMAL, BEHAVIOUR, MASK, "sequence", 4.0)
+    np.testing.assert_allclose(found.weights, [[4.0] * 3, [0.5, 0.5, 0.0]], rtol=1e-6)
+    assert found.effective_share == pytest.approx(4.5**2 / (16 + 0.25) / 2)
+    assert found.truncated_share == pytest.approx(1 / 2)
+    assert found.ratio_mean == pytest.approx((9 + 0.5) / 2)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_rollouts_of_the_proximal_policy_weigh_exactly_one(level):
+    found = off_policy_weights(PROXIMAL, PROXIMAL, MASK, level, 1.0)
+    np.testing.assert_array_equal(found.weights, MASK)
+    assert found[1:] == (1.0, 0.0, 1.0)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_absurd_off_policy_ratios_stay_finite(level):
+    far = np.where(MASK, -1000.0, 0.0)
+    small = off_policy_weights(far, np.zeros((2, 3)), MASK, level, 2.0)
+    large = off_policy_weights(np.zeros((2, 3)), far, MASK, level, 2.0)
+    np.testing.assert_array_equal(large.weights, 2.0 * MASK)
+    assert (small.weights[MASK] < 1e-8).all()
+    assert np.isfinite([*small[1:], *large[1:]]).all()
+    assert large.truncated_share == 1.0
+
+
+def test_no_token_at_all_has_no_weight():
+    found = off_policy_weights(PROXIMAL, BEHAVIOUR, np.zeros((2, 3), bool), "token", 2.0)
+    np.testing.assert_array_equal(found.weights, 0.0)
+    assert found[1:] == (1.0, 0.0, 1.0)

@@ -13,8 +13,9 @@ import pytest
 from rl.artifacts import artifact_id, read_json, read_table, table_provenance, write_table
 from rl.artifacts.publisher import Publisher
 from rl.errors import MeshdialError
+from rl.memory import Memory, memory_of
 from rl.models.transformer import completion_logprobs
-from rl.sync import Memory, load_base, memory_of, synced
+from rl.sync import load_base, synced
 
 from .pipeline import Pipeline
 
@@ -180,9 +181,7 @@ def test_rollout_logprobs_are_the_models_own(started):
     """At the sampling temperature, of every token, the one that ends a completion included."""
     base = load_base(Memory(), started.path("base"))
     spec = spec_of(started, base)
-    from rl.weights import load_weights
-
-    trainable = load_weights(started.path("0", "weights"), spec)
+    trainable, _ = synced(Memory(), started.path("0", "weights"), spec, base.content_id)
     for row in pq.read_table(started.path("1", "rollouts.parquet")).to_pylist():
         prompt, completion = (np.array([row[f"{k}_tokens"]]) for k in ("prompt", "completion"))
         logprobs, _ = completion_logprobs(
@@ -280,9 +279,7 @@ def test_full_finetuning_trains_and_exports_every_parameter(tmp_path):
     )
     assert before.keys() == after.keys()
     assert all(before[name]["blocks"] != after[name]["blocks"] for name in before)
-    assert read_json(pipeline.path("0", "policy", "manifest.json"))[
-        "parameters_content_id"
-    ] == parameters_id(pipeline.path("base"))
+    assert artifact_id(pipeline.path("0", "weights")) == parameters_id(pipeline.path("base"))
 
 
 @pytest.mark.parametrize("rank", [4, 0])
@@ -326,8 +323,10 @@ def test_a_warm_start_lowers_the_loss_of_the_answers(tmp_path):
     assert loss < np.log(256) - 1
     assert artifact_id(pipeline.path("warm")) != artifact_id(pipeline.path("base"))
     pipeline.stage("start_policy", 0, [("base", "warm")], [("policy", "0/policy")])
-    started = read_json(pipeline.path("0", "policy", "manifest.json"))
-    assert started["parameters_content_id"] == parameters_id(pipeline.path("warm"))
+    pipeline.stage(
+        *("sync_weights", 0, [("policy", "0/policy"), ("base", "warm")]), [("weights", "0/weights")]
+    )
+    assert artifact_id(pipeline.path("0", "weights")) == parameters_id(pipeline.path("warm"))
 
 
 def rewritten(pipeline, name, change):
@@ -432,7 +431,7 @@ def test_a_damaged_base_is_named(copied):
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    with pytest.raises(MeshdialError, match="base is damaged"):
+    with pytest.raises(MeshdialError, match="base/model.safetensors is damaged: block 0 of tensor model.norm.weight"):
         copied.learn(1)
 
 
@@ -442,8 +441,18 @@ def test_memory_lets_the_oldest_entries_go_beyond_its_budget():
         memory.put({"x": jax.numpy.zeros(10)}, "parameters", name)
         memory.get("parameters", "a")
     assert [key[1] for key in memory.entries] == ["c", "a"]
-    assert memory.take("parameters", "a") is not None
-    assert memory.get("parameters", "a") is None
+    assert memory.get("parameters", "b") is None
+
+
+def test_memory_lets_go_of_what_is_about_to_be_overwritten_under_every_name():
+    memory, array = Memory(), jax.numpy.zeros(10)
+    memory.put(({"x": array}, None), "policy", "a", "here")
+    memory.put({"x": array}, "parameters", "alias", "here")
+    memory.put({"x": jax.numpy.zeros(10)}, "parameters", "other", "here")
+    assert memory.elsewhere("parameters", "alias") is not None
+    memory.forget({"x": array})
+    assert [key[1] for key in memory.entries] == ["other"]
+    assert memory.elsewhere("parameters", "alias") is None
 
 
 def test_aliases_count_once_in_the_budget():

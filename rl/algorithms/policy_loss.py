@@ -38,15 +38,3 @@ def clipped_ratio_loss(
     # Selected rather than taken as a minimum, whose gradient is halved where both sides are equal.
     ratio = jnp.where(is_above, 1.0 + clip_high, jnp.where(is_below, 1.0 - clip_low, ratio))
     return -ratio * advantages, is_above | is_below
-
-
-def off_policy_weight(
-    proximal_logprobs: jax.Array, rollout_logprobs: jax.Array, cap: float
-) -> jax.Array:
-    """min(proximal / behaviour, cap) for each token, without gradient.
-
-    Truncated importance sampling: V-trace (arXiv:1802.01561), section 4.1; the cap bounds the
-    variance that stale or differently rounded rollouts bring.
-    """
-    weight = probability_ratio(proximal_logprobs, rollout_logprobs)
-    return jax.lax.stop_gradient(jnp.minimum(weight, cap))

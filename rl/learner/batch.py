@@ -2,13 +2,16 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from itertools import islice
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from rl.errors import MeshdialError
 from rl.learner.loss import MicroBatch
 from rl.models.shared_prefix import num_shared_tokens
+from rl.sharding import num_row_shards, on_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +20,8 @@ class UpdateBatch:
 
     `completion_mask_PGT` keeps the tokens that are trained on: what the others hold, NaN included,
     does not matter. `proximal_logprobs_PGT` is None where the current policy is the proximal one,
-    `reference_logprobs_PGT` where there is no KL term.
+    `reference_logprobs_PGT` where there is no KL term, `off_policy_weights_PGT` where the proximal
+    policy is also the one that sampled; else it is proximal / behaviour, which multiplies the loss.
     """
 
     prompt_tokens_PT: np.ndarray
@@ -29,6 +33,7 @@ class UpdateBatch:
     rollout_logprobs_PGT: np.ndarray
     proximal_logprobs_PGT: np.ndarray | None
     reference_logprobs_PGT: np.ndarray | None
+    off_policy_weights_PGT: np.ndarray | None = None
     temperature: float
 
     @property
@@ -254,4 +259,19 @@ def micro_batches(
             rollout_logprobs_PGT=trained(batch.rollout_logprobs_PGT),
             proximal_logprobs_PGT=trained(batch.proximal_logprobs_PGT),
             reference_logprobs_PGT=trained(batch.reference_logprobs_PGT),
+            off_policy_weights_PGT=trained(batch.off_policy_weights_PGT),
         )
+
+
+def spread(batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+    """One micro-batch for each row shard of the mesh, stacked: [shards, P, G, ...], each shard's
+    on its devices. What the last stack lacks is filled with rows of weight 0.
+
+    On a mesh of one row shard the micro-batches pass as they are.
+    """
+    size = num_row_shards()
+    while size > 1 and (stack := list(islice(batches, size))):
+        nothing = stack[0]._replace(weights_PGT=np.zeros_like(stack[0].weights_PGT))
+        stack += [nothing] * (size - len(stack))
+        yield jax.tree.map(lambda *rows: on_rows(np.stack(rows)), *stack)
+    yield from batches

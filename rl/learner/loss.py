@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from rl.algorithms.aggregation import Aggregation
 from rl.algorithms.kl import Estimator, kl_estimate
-from rl.algorithms.policy_loss import clipped_ratio_loss, off_policy_weight, probability_ratio
+from rl.algorithms.policy_loss import clipped_ratio_loss, probability_ratio
 
 _STATIC = {"static": True}
 
@@ -25,8 +25,6 @@ class LossConfig:
     kl_coefficient: weight of the KL to the reference; 0 still reports the KL of a batch that has
         reference log-probabilities.
     entropy_coefficient: weight of the entropy bonus; None or 0 for none.
-    off_policy_cap: bound on the weight proximal / behaviour that each token gets, for rollouts of
-        an older version; None for no such weight.
     aggregation, max_tokens: see `token_weights`.
     """
 
@@ -35,7 +33,6 @@ class LossConfig:
     kl_coefficient: float
     kl_estimator: Estimator = field(metadata=_STATIC)
     entropy_coefficient: float | None
-    off_policy_cap: float | None
     aggregation: Aggregation = field(metadata=_STATIC)
     max_tokens: int | None = field(metadata=_STATIC)
 
@@ -45,7 +42,7 @@ class MicroBatch(NamedTuple):
 
     A token of weight 0 is not trained on; its log-probabilities here are 0, whatever the batch
     held. No proximal log-probabilities means that the current policy is the proximal one; no
-    reference ones, that there is no KL.
+    reference ones, that there is no KL; no off-policy weights, that the proximal policy sampled.
     """
 
     prompt_tokens_PT: jax.Array
@@ -58,6 +55,7 @@ class MicroBatch(NamedTuple):
     rollout_logprobs_PGT: jax.Array
     proximal_logprobs_PGT: jax.Array | None
     reference_logprobs_PGT: jax.Array | None
+    off_policy_weights_PGT: jax.Array | None
 
 
 Sums = dict[str, jax.Array]
@@ -81,10 +79,8 @@ def reinforcement_loss(
     policy_loss, is_clipped = clipped_ratio_loss(
         policy, proximal, advantages, config.clip_low, config.clip_high
     )
-    if config.off_policy_cap is not None:
-        weights = weights * off_policy_weight(
-            proximal, rows.rollout_logprobs_PGT, config.off_policy_cap
-        )
+    if rows.off_policy_weights_PGT is not None:
+        weights = weights * rows.off_policy_weights_PGT
     token_loss = policy_loss
     values = {"ratio": ratio, "clipped": is_clipped, "entropy": entropy}
     if rows.reference_logprobs_PGT is not None:

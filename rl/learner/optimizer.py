@@ -10,6 +10,7 @@ import optax
 
 from rl.errors import MeshdialError
 from rl.models.spec import Parameters
+from rl.sharding import constrain, constrain_tree
 
 _STATIC = {"static": True}
 
@@ -126,7 +127,9 @@ def apply_gradient(
         "learning_rate": learning_rate_at(config, num_updates_done(optimizer_state)),
     }
     changes, optimizer_state = make_optimizer(config).update(gradient, optimizer_state, trainable)
-    return jax.tree.map(_changed, trainable, changes), optimizer_state, figures
+    trainable = jax.tree.map(_changed, trainable, changes)
+    figures = {name: constrain(value) for name, value in figures.items()}
+    return constrain_tree(trainable), constrain_tree(optimizer_state), figures
 
 
 def _changed(parameter: jax.Array, change: jax.Array) -> jax.Array:

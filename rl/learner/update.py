@@ -12,12 +12,13 @@ import numpy as np
 
 from rl.algorithms.aggregation import token_weights
 from rl.errors import MeshdialError
-from rl.learner.batch import UpdateBatch, divide, micro_batches
+from rl.learner.batch import UpdateBatch, divide, micro_batches, spread
 from rl.learner.figures import added, batch_figures, count_tokens, describe_batch, ratio
 from rl.learner.loss import LossConfig, MicroBatch, Sums, reinforcement_loss, supervised_loss
 from rl.learner.optimizer import OptimizerConfig, apply_gradient
 from rl.models.spec import ModelSpec, Parameters
 from rl.models.transformer import completion_logprobs
+from rl.sharding import by_row_shard, constrain, constrain_tree, num_row_shards
 
 Progress = Callable[[str], None]
 Updated = tuple[Parameters, Any, dict[str, float]]
@@ -38,8 +39,8 @@ def update(
     """(trainable, optimizer state, figures) after `updates_per_batch` updates on one batch.
 
     Takes ownership of `trainable` and `optimizer_state`: their arrays are overwritten. The batch
-    is divided by whole groups in order. `micro_batch_size` is in rollouts and bounds memory only:
-    neither gradient nor figures depend on it. Groups whose advantages are all 0 are not run where
+    is divided by whole groups in order. `micro_batch_size` is in rollouts, for each row shard of the
+    mesh, and bounds memory only: neither gradient nor figures depend on it. Groups whose advantages are all 0 are not run where
     no KL or entropy term needs them; they count in every denominator of the loss all the same.
 
     Figures are floats over the whole batch. loss and policy_loss are means over its updates; kl
@@ -111,13 +112,16 @@ def score_batch(
     is_token_PGT = np.arange(T)[None, None, :] < batch.completion_lengths_PG[:, :, None]
     parts = divide(is_token_PGT.any(axis=2), micro_batch_size)
     scores_PGT, num_shared = np.zeros(is_token_PGT.shape, np.float32), batch.num_shared()
-    rows_of_parts = micro_batches(batch, is_token_PGT.astype(np.float32), parts)
-    for number, (part, rows) in enumerate(zip(parts, rows_of_parts, strict=True), start=1):
+    spread_rows = spread(micro_batches(batch, is_token_PGT.astype(np.float32), parts))
+    starts = range(0, len(parts), num_row_shards())
+    for number, (start, rows) in enumerate(zip(starts, spread_rows, strict=True), start=1):
         scores = np.asarray(_scores(spec, trainable, frozen, rows, num_shared))
-        prompt_PG = np.broadcast_to(part.prompt_P[:, None], part.member_PG.shape)
-        real = part.is_real_PG
-        scores_PGT[prompt_PG[real], part.member_PG[real]] = scores[real]
-        progress(f"scoring: micro-batch {number} of {len(parts)}")
+        scores = scores.reshape(num_row_shards(), *scores.shape[-3:])
+        for part, scores_of_part in zip(parts[start : start + len(scores)], scores, strict=False):
+            prompt_PG = np.broadcast_to(part.prompt_P[:, None], part.member_PG.shape)
+            real = part.is_real_PG
+            scores_PGT[prompt_PG[real], part.member_PG[real]] = scores_of_part[real]
+        progress(f"scoring: micro-batch {number} of {len(starts)}")
     return scores_PGT
 
 
@@ -159,14 +163,16 @@ def sum_gradients(
     parts = divide(objective.is_needed_PG, micro_batch_size)
     config = _as_floats(objective.config)
     gradient, totals, num_shared = _zeros(trainable), {}, batch.num_shared()
-    for number, rows in enumerate(micro_batches(batch, objective.weights_PGT, parts), start=1):
+    rows_of_parts = micro_batches(batch, objective.weights_PGT, parts)
+    num_batches = -(-len(parts) // num_row_shards())
+    for number, rows in enumerate(spread(rows_of_parts), start=1):
         gradient, sums = add_gradient(
             spec, objective.loss_function, config, trainable, frozen, gradient, rows, num_shared
         )
         sums = _as_floats(jax.device_get(sums))
-        _refuse_non_finite("loss", sums["loss"], f"micro-batch {number} of {len(parts)}")
+        _refuse_non_finite("loss", sums["loss"], f"micro-batch {number} of {num_batches}")
         totals = added(totals, sums)
-        progress(f"micro-batch {number} of {len(parts)}")
+        progress(f"micro-batch {number} of {num_batches}")
     return gradient, totals
 
 
@@ -202,17 +208,30 @@ def add_gradient(
     """(total + this micro-batch's gradient of the trainable parameters, its sums)."""
 
     def loss(trainable):
-        return loss_function(config, rows, *_forward(spec, trainable, frozen, rows, num_shared))
+        def loss_of_shard(rows):
+            return loss_function(config, rows, *_forward(spec, trainable, frozen, rows, num_shared))
+
+        losses, sums = by_row_shard(loss_of_shard, rows)
+        return jnp.sum(losses), sums
 
     gradient, sums = jax.grad(loss, has_aux=True)(trainable)
-    return jax.tree.map(lambda total, part: total + part.astype(total.dtype), total, gradient), sums
+    total = jax.tree.map(lambda total, part: total + part.astype(total.dtype), total, gradient)
+    return constrain_tree(total), {name: constrain(_whole(name, sums[name])) for name in sums}
+
+
+def _whole(name: str, values: jax.Array) -> jax.Array:
+    """One sum of a micro-batch out of those of its row shards."""
+    return jnp.max(values) if name == "drift_max" else jnp.sum(values)
 
 
 @partial(jax.jit, static_argnames=("spec", "num_shared"))
 def _scores(
     spec: ModelSpec, trainable: Parameters, frozen: Parameters, rows: MicroBatch, num_shared: int
 ):
-    return _forward(spec, trainable, frozen, rows, num_shared)[0]
+    def score(rows):
+        return _forward(spec, trainable, frozen, rows, num_shared)[0]
+
+    return constrain(by_row_shard(score, rows))
 
 
 def _forward(spec, trainable, frozen, rows: MicroBatch, num_shared: int):
@@ -224,7 +243,10 @@ def _forward(spec, trainable, frozen, rows: MicroBatch, num_shared: int):
 
 def _zeros(trainable: Parameters) -> Parameters:
     """Where the gradient adds up: float32 whatever the parameters are, and laid out like them."""
-    return {name: jnp.zeros_like(value, jnp.float32) for name, value in trainable.items()}
+    return {
+        name: jnp.zeros(value.shape, jnp.float32, device=value.sharding)
+        for name, value in trainable.items()
+    }
 
 
 def _needed(batch: UpdateBatch, config: LossConfig) -> np.ndarray:
@@ -277,6 +299,8 @@ def _trained_values(batch: UpdateBatch, mask_PGT: np.ndarray) -> Iterator[tuple[
         values_PGT = getattr(batch, f"{producer}_logprobs_PGT")
         if values_PGT is not None:
             yield f"the {producer} log-probabilities", values_PGT[mask_PGT]
+    if batch.off_policy_weights_PGT is not None:
+        yield "the off-policy weights", batch.off_policy_weights_PGT[mask_PGT]
 
 
 def _refuse_non_finite(what: str, value: float, where: str) -> None:

@@ -21,6 +21,7 @@ from rl.models.transformer import parameter_shapes
 WEIGHT_DTYPES = {str(DTYPES[tag]): DTYPES[tag] for tag in ("F32", "BF16", "F16")}
 TOKEN_ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 PEFT_PREFIX = "base_model.model."
+WEIGHTS_FILE, ADAPTER_FILE = "model.safetensors", "adapter_model.safetensors"
 
 # Buffers that old checkpoints carry and every implementation computes for itself.
 _COMPUTED = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
@@ -39,6 +40,11 @@ def peft_name(name: str) -> str:
     """`layers.0.mlp.up_proj.lora_a` -> PEFT's `base_model.model.model.layers...lora_A.weight`."""
     stem, suffix = name.rsplit(".", 1)
     return f"{PEFT_PREFIX}model.{stem}.{_LORA_SUFFIXES[suffix]}"
+
+
+def stored_name(name: str) -> str:
+    """The name of a parameter, an adapter's or a model's, in a checkpoint."""
+    return peft_name(name) if name.endswith(tuple(_LORA_SUFFIXES)) else hf_name(name)
 
 
 def is_transposed(name: str) -> bool:
@@ -83,13 +89,13 @@ def model_config(values: dict, path: Path) -> ModelConfig:
 
 
 def _read_tensors(folder: Path) -> dict[str, np.ndarray]:
-    if (folder / "model.safetensors").is_file():
-        return read_safetensors(folder / "model.safetensors")
+    if (folder / WEIGHTS_FILE).is_file():
+        return read_safetensors(folder / WEIGHTS_FILE)
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         pickled = " (pickled weights are never loaded)" if any(folder.glob("*.bin")) else ""
         raise MeshdialError(
-            f"{folder} has neither model.safetensors nor model.safetensors.index.json{pickled}"
+            f"{folder} has neither {WEIGHTS_FILE} nor model.safetensors.index.json{pickled}"
         )
     shard_names = read_json_object(index).get("weight_map")
     if not isinstance(shard_names, dict):
@@ -160,6 +166,22 @@ def write_model(
     time. `token_ids` (bos_token_id, ...) go to config.json, and to generation_config.json where
     `tokenizer_files` has none. The same input gives the same bytes.
     """
+    write_model_files(folder, config, tokenizer_files, dtype, token_ids)
+    stored = {
+        hf_name(name): transposed(tensor) if is_transposed(name) else tensor
+        for name, tensor in parameters.items()
+    }
+    write_safetensors(Path(folder) / WEIGHTS_FILE, stored, weight_dtype(dtype))
+
+
+def write_model_files(
+    folder: Path | str,
+    config: ModelConfig,
+    tokenizer_files: Mapping[str, bytes],
+    dtype: str = "float32",
+    token_ids: Mapping[str, int | list[int] | None] | None = None,
+) -> None:
+    """Writes what `write_model` does but the weights."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     known_ids = {key: value for key, value in (token_ids or {}).items() if value is not None}
@@ -167,11 +189,6 @@ def write_model(
     files["config.json"] = to_json({**config.to_hf(), **known_ids, "torch_dtype": dtype})
     for name, content in files.items():
         (folder / name).write_bytes(content)
-    stored = {
-        hf_name(name): transposed(tensor) if is_transposed(name) else tensor
-        for name, tensor in parameters.items()
-    }
-    write_safetensors(folder / "model.safetensors", stored, weight_dtype(dtype))
 
 
 def weight_dtype(name: str) -> np.dtype:

@@ -7,9 +7,11 @@ little-endian header length, a JSON header, then the tensors' bytes
 """
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -47,12 +49,23 @@ class LazyTensor:
         return np.asarray(self.load(), dtype=dtype)
 
 
-def read_safetensors(path: Path) -> dict[str, np.ndarray]:
-    """Name -> array, each a read-only memory map of the file: bytes are read when touched.
+class Entry(NamedTuple):
+    """What a header says of a tensor: its bytes are those from `start` to `stop` of the file."""
 
-    Raises MeshdialError for a file that is cut short, is a Git LFS pointer, or whose header is
-    not one that the format allows.
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def read_header(path: Path) -> dict[str, Entry]:
+    """Name -> entry of every tensor of a file.
+
+    Raises MeshdialError for a file that is missing, cut short or a Git LFS pointer, or whose header
+    is not one that the format allows.
     """
+    if not path.is_file():
+        raise MeshdialError(f"{path} is missing")
     size = path.stat().st_size
     with open(path, "rb") as file:
         prefix = file.read(8)
@@ -64,11 +77,23 @@ def read_safetensors(path: Path) -> dict[str, np.ndarray]:
         if len(prefix) < 8 or not 2 <= header_bytes <= min(size - 8, MAX_HEADER_BYTES):
             raise MeshdialError(f"{path} is not a whole safetensors file: {size} bytes, no header")
         header = _parse_header(path, file.read(header_bytes))
-    mapped = np.memmap(path, dtype=np.uint8, mode="r")[8 + header_bytes :]
     return {
-        name: _view(path, name, entry, mapped)
+        name: _entry(path, name, entry, 8 + header_bytes, size)
         for name, entry in header.items()
         if name != "__metadata__"
+    }
+
+
+def read_safetensors(path: Path) -> dict[str, np.ndarray]:
+    """Name -> array, each a read-only memory map of the file: bytes are read when touched.
+
+    Raises MeshdialError as `read_header` does.
+    """
+    header = read_header(path)
+    mapped = np.memmap(path, dtype=np.uint8, mode="r")
+    return {
+        name: np.asarray(mapped[entry.start : entry.stop]).view(entry.dtype).reshape(entry.shape)
+        for name, entry in header.items()
     }
 
 
@@ -82,7 +107,7 @@ def _parse_header(path: Path, raw: bytes) -> dict:
     return header
 
 
-def _view(path: Path, name: str, entry: dict, mapped: np.ndarray) -> np.ndarray:
+def _entry(path: Path, name: str, entry: dict, first: int, size: int) -> Entry:
     try:
         tag, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
         is_sound = all(isinstance(n, int) and n >= 0 for n in (*shape, start, end))
@@ -90,14 +115,14 @@ def _view(path: Path, name: str, entry: dict, mapped: np.ndarray) -> np.ndarray:
         raise MeshdialError(f"{path}: the header entry of tensor {name} is damaged") from error
     if tag not in DTYPES:
         raise MeshdialError(f"{path}: tensor {name} has dtype {tag}; known are {', '.join(DTYPES)}")
-    if not is_sound or end - start != int(np.prod(shape, dtype=object)) * DTYPES[tag].itemsize:
+    if not is_sound or end - start != math.prod(shape) * DTYPES[tag].itemsize:
         raise MeshdialError(f"{path}: the header entry of tensor {name} is damaged")
-    if end > mapped.size:
+    if first + end > size:
         raise MeshdialError(
             f"{path} is cut short: tensor {name} ends at byte {end} of the tensors,"
-            f" the file holds {mapped.size}"
+            f" the file holds {size - first}"
         )
-    return np.asarray(mapped[start:end]).view(DTYPES[tag]).reshape(shape)
+    return Entry(DTYPES[tag], shape, first + start, first + end)
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray], dtype: np.dtype) -> None:
@@ -109,28 +134,39 @@ def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray], dtype: np.d
     """
     names = sorted(tensors)
     with open(path, "wb") as file:
-        file.write(_header(names, tensors, dtype))
+        file.write(header_of({name: tensors[name].shape for name in names}, dtype)[0])
         for name in names:
             array = np.asarray(tensors[name])
             if array.shape != tuple(tensors[name].shape):
                 raise ValueError(f"{name}: {array.shape} came, {tensors[name].shape} was told")
             for block in _row_blocks(array):
-                file.write(_cast(path, name, block, dtype).view(np.uint8).data)
+                file.write(cast_finite(path, name, block, dtype).view(np.uint8).data)
 
 
-def _header(names: list[str], tensors: Mapping[str, np.ndarray], dtype: np.dtype) -> bytes:
+def header_of(
+    shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype
+) -> tuple[bytes, dict[str, Entry]]:
+    """(the header's bytes, name -> entry) of a file of tensors of one dtype, in name order."""
     header, offset = {"__metadata__": {"format": "pt"}}, 0  # "pt": transformers refuses others
-    for name in names:
-        shape = [int(n) for n in tensors[name].shape]
-        end = offset + int(np.prod(shape, dtype=object)) * dtype.itemsize
+    for name in sorted(shapes):
+        shape = [int(n) for n in shapes[name]]
+        end = offset + math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": TAGS[dtype], "shape": shape, "data_offsets": [offset, end]}
         offset = end
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-(8 + len(raw)) % ALIGNMENT)
-    return len(raw).to_bytes(8, "little") + raw
+    del header["__metadata__"]
+    entries = {
+        name: Entry(
+            dtype, tuple(entry["shape"]), *(8 + len(raw) + n for n in entry["data_offsets"])
+        )
+        for name, entry in header.items()
+    }
+    return len(raw).to_bytes(8, "little") + raw, entries
 
 
-def _cast(path: Path, name: str, block: np.ndarray, dtype: np.dtype) -> np.ndarray:
+def cast_finite(path: Path, name: str, block: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """The values in row order as one axis in `dtype`; MeshdialError if any is not finite there."""
     with np.errstate(over="ignore", invalid="ignore"):  # what overflows is found just below
         cast = np.ascontiguousarray(block, dtype=dtype).reshape(-1)
     if not np.isfinite(cast).all():

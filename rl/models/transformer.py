@@ -16,6 +16,7 @@ from flax import nnx
 from rl.models.attention import attend_cached, attend_groups, attend_prompts
 from rl.models.layers import Transformer
 from rl.models.spec import ModelConfig, ModelSpec, Parameters
+from rl.sharding import constrain, gathered
 
 Cache = list[tuple[jax.Array, jax.Array]]
 """Keys and values of each layer, channels before slots for keys: the order that decodes fastest.
@@ -41,7 +42,7 @@ def _structure(spec: ModelSpec):
 
 def _network(spec: ModelSpec, trainable: Parameters, frozen: Parameters) -> Transformer:
     graph, leaves = _structure(spec)
-    parameters = {**frozen, **trainable}
+    parameters = gathered({**frozen, **trainable})
     flat = {path: nnx.Param(parameters[name]) for name, (path, _) in leaves.items()}
     return nnx.merge(graph, nnx.from_flat_state(flat))
 
@@ -229,13 +230,25 @@ def empty_own_cache(spec: ModelSpec, num_prompts: int, group_size: int, num_slot
     config = spec.config
     K, C = config.num_key_value_heads, config.head_dim
     rows = (num_prompts, group_size, K)
-    return [
-        (
-            jnp.zeros((*rows, C, num_slots), spec.dtype),
-            jnp.zeros((*rows, num_slots, C), spec.dtype),
-        )
-        for _ in range(config.num_hidden_layers)
-    ]
+    return constrain_cache(
+        [
+            (
+                jnp.zeros((*rows, C, num_slots), spec.dtype),
+                jnp.zeros((*rows, num_slots, C), spec.dtype),
+            )
+            for _ in range(config.num_hidden_layers)
+        ]
+    )
+
+
+def constrain_cache(cache: Cache) -> Cache:
+    """A prompt or own cache with its rows and its kv heads spread over the mesh."""
+
+    def lay_out(array):
+        middle = (None,) * (array.ndim - 4)  # an own cache has groups, a prompt cache has none
+        return constrain(array, "rows", *middle, "kv_heads")
+
+    return jax.tree.map(lay_out, cache)
 
 
 def decode_logits(
@@ -262,4 +275,4 @@ def decode_logits(
         attend_cached(prompt_lengths_P, G, index),
         list(zip(prompt_cache, own_cache, strict=True)),
     )
-    return network.logits(hidden_ND).reshape(P, G, -1), own_cache
+    return network.logits(hidden_ND).reshape(P, G, -1), constrain_cache(own_cache)

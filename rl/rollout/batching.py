@@ -26,22 +26,25 @@ class Plan:
         return self.num_prompts * self.group_size
 
 
-def plan_batches(prompt_lengths: Sequence[int], group_size: int, max_rows: int) -> Plan:
-    """Batches of at most `max_rows` rows, of prompts of like length, as even as they come.
+def plan_batches(
+    prompt_lengths: Sequence[int], group_size: int, max_rows: int, num_shards: int = 1
+) -> Plan:
+    """Batches of at most `max_rows` rows in each of `num_shards` row shards, of prompts of like
+    length, as even as they come.
 
     A group stays whole, so that its prompt is computed once, unless it alone exceeds `max_rows`.
+    The prompts of a batch are a multiple of the shards, some of them unused.
     """
     order = sorted(range(len(prompt_lengths)), key=lambda i: prompt_lengths[i])
-    if group_size > max_rows:
-        part = _even(group_size, max_rows)
-        firsts = range(0, group_size, part)
-        batches = [Batch((i,), j, min(part, group_size - j)) for i in order for j in firsts]
-        return Plan(tuple(batches), 1, part)
-    size = _even(len(order), max_rows // group_size)
+    part = _even(group_size, max_rows)
+    size = _even(len(order), max(max_rows // group_size, 1) * num_shards)
+    size = -(-size // num_shards) * num_shards
     batches = [
-        Batch(tuple(order[i : i + size]), 0, group_size) for i in range(0, len(order), size or 1)
+        Batch(tuple(order[i : i + size]), first, min(part, group_size - first))
+        for i in range(0, len(order), size or 1)
+        for first in range(0, group_size, part)
     ]
-    return Plan(tuple(batches), size, group_size)
+    return Plan(tuple(batches), size, part)
 
 
 def _even(num_items: int, most: int) -> int:

@@ -7,9 +7,16 @@ import jax
 import jax.numpy as jnp
 
 from rl.models.spec import ModelSpec, Parameters
-from rl.models.transformer import Cache, decode_logits, empty_own_cache, prefill
+from rl.models.transformer import (
+    Cache,
+    constrain_cache,
+    decode_logits,
+    empty_own_cache,
+    prefill,
+)
 from rl.rollout.batching import prompt_slots
 from rl.rollout.sampling import SamplingNumbers, sample_tokens
+from rl.sharding import by_row_shard, constrain, gathered, merge_rows, split_rows
 
 MAX_STEPS = 8
 """Most decode steps of one dispatch. How many are taken is a number, not a shape."""
@@ -44,13 +51,18 @@ def start(
     """Compute each prompt once, and once only the first tokens that all share; draw every row's
     first token: Draws of [P, G].
     """
-    logits_PV, cache = prefill(
-        spec, trainable, frozen, prompt_tokens_PT, prompt_lengths_P, num_shared
-    )
+    trainable, frozen = gathered(trainable), gathered(frozen)
+
+    def compute(prompts):
+        return prefill(spec, trainable, frozen, *prompts, num_shared)
+
+    prompts = split_rows((prompt_tokens_PT, prompt_lengths_P))
+    logits_PV, cache = merge_rows(by_row_shard(compute, prompts))
     P, G = uniforms_PG.shape
     logits_PGV = jnp.broadcast_to(logits_PV[:, None, :], (P, G, logits_PV.shape[1]))
     draws = _draw(logits_PGV, uniforms_PG, sampling)
-    return Prefilled(_padded(cache), prompt_lengths_P), draws
+    lengths_P = constrain(prompt_lengths_P, "rows")
+    return Prefilled(constrain_cache(_padded(cache)), lengths_P), _for_host(draws)
 
 
 @functools.partial(jax.jit, static_argnames="spec", donate_argnames=("own_cache",))
@@ -74,6 +86,8 @@ def decode(
     and how many steps were taken: fewer than `num_steps` where every row is finished before, as
     given or by an end-of-text token.
     """
+    trainable, frozen = gathered(trainable), gathered(frozen)
+    tokens_PG, is_finished_PG = constrain(tokens_PG, "rows"), constrain(is_finished_PG, "rows")
     shape = (MAX_STEPS, *tokens_PG.shape)
     blank = Draws(jnp.zeros(shape, jnp.int32), jnp.zeros(shape), jnp.zeros(shape))
 
@@ -102,7 +116,7 @@ def decode(
 
     state = (jnp.int32(0), own_cache, tokens_PG, is_finished_PG, blank)
     taken, own_cache, _, _, outputs = jax.lax.while_loop(is_open, step, state)
-    return own_cache, outputs, taken
+    return own_cache, _for_host(outputs), constrain(taken)
 
 
 empty = jax.jit(empty_own_cache, static_argnums=(0, 1, 2, 3))
@@ -113,8 +127,10 @@ def grow(spec: ModelSpec, own_cache: Cache, num_slots: int) -> Cache:
     """The same own cache with room for more tokens a row."""
     P, G = own_cache[0][0].shape[:2]
     larger = empty_own_cache(spec, P, G, num_slots)
-    return jax.tree.map(
-        lambda to, old: jax.lax.dynamic_update_slice(to, old, (0,) * 5), larger, own_cache
+    return constrain_cache(
+        jax.tree.map(
+            lambda to, old: jax.lax.dynamic_update_slice(to, old, (0,) * 5), larger, own_cache
+        )
     )
 
 
@@ -125,7 +141,8 @@ def compact(
     """The chosen rows alone, as [B, 1] groups of one, each with its own copy of its prompt."""
     cache = jax.tree.map(lambda values_P: values_P[prompts_B], prefilled.cache)
     own_cache = jax.tree.map(lambda values_PG: values_PG[prompts_B, members_B][:, None], own_cache)
-    return Prefilled(cache, prefilled.lengths_P[prompts_B]), own_cache
+    lengths_B = constrain(prefilled.lengths_P[prompts_B], "rows")
+    return Prefilled(constrain_cache(cache), lengths_B), constrain_cache(own_cache)
 
 
 def _padded(cache: Cache) -> Cache:
@@ -140,6 +157,12 @@ def _padded(cache: Cache) -> Cache:
 
 
 def _draw(logits_PGV, uniforms_PG, sampling) -> Draws:
-    logits_PG_V = logits_PGV.reshape(-1, logits_PGV.shape[-1])
+    # Each replica draws from whole rows: a search in a split vocabulary would wait for others.
+    logits_PG_V = constrain(logits_PGV.reshape(-1, logits_PGV.shape[-1]), "rows")
     draws = sample_tokens(logits_PG_V, uniforms_PG.reshape(-1), sampling)
     return Draws(*(values_PG.reshape(uniforms_PG.shape) for values_PG in draws))
+
+
+def _for_host(draws: Draws) -> Draws:
+    """On every device, so that each process of the mesh can read all of it."""
+    return Draws(*map(constrain, draws))

@@ -22,6 +22,7 @@ from rl.rollout.decode import (
     start,
 )
 from rl.rollout.sampling import SamplingConfig, sample_uniforms
+from rl.sharding import num_row_shards
 
 FLOPS_A_DISPATCH = 4e9
 """Small models take several steps a dispatch, until it does this much: that hides what it costs.
@@ -177,6 +178,7 @@ class Engine:
         held = running.num_cached(shape[0], running.is_finished_PG.size)
         if (
             num_rows == running.is_finished_PG.size
+            or num_rows % num_row_shards()
             or num_left < COMPACT_STEPS
             or running.num_cached(num_rows, num_rows) > held
         ):

@@ -18,6 +18,7 @@ from rl.rollout.batching import plan_batches
 from rl.rollout.completion import Completion, Row, Tokenizer
 from rl.rollout.engine import Engine
 from rl.rollout.sampling import SamplingConfig
+from rl.sharding import num_row_shards
 
 
 def generate(
@@ -39,7 +40,7 @@ def generate(
 
     sample_keys: (seed, iteration, a number for each prompt), which with a sample's index in its
     group and a token's position decide every random draw; each is from 0 to 2**32 - 1.
-    max_rows: most samples at once. check_alive: called between dispatches; what it raises ends
+    max_rows: most samples at once, on each replica of the model that the mesh holds. check_alive: called between dispatches; what it raises ends
     the call. figures: a dict that receives num_tokens (sampled), seconds, decode_steps (of the
     model, after the prompts), row_steps (decode steps times rows, unused ones too), num_batches.
     steps_per_dispatch: 1 to 8; by the model's size where it is not given.
@@ -48,7 +49,8 @@ def generate(
     """
     began = time.perf_counter()
     _check_prompts(spec, prompts, sample_keys[2], sampling)
-    plan = plan_batches([len(prompt) for prompt in prompts], group_size, max_rows)
+    lengths = [len(prompt) for prompt in prompts]
+    plan = plan_batches(lengths, group_size, max_rows, num_row_shards())
     engine = Engine(
         spec,
         trainable,

@@ -8,6 +8,7 @@
 A request is a function of its inputs: what the process remembers only makes it faster.
 """
 
+import contextlib
 import functools
 import importlib
 import importlib.metadata
@@ -23,6 +24,8 @@ from rl import __version__
 from rl.artifacts import Publisher, write_json
 from rl.context import Context
 from rl.errors import MeshdialError
+from rl.runtime import parse_process_layout
+from rl.sharding import device_mesh, on
 from rl.stages.request import Request
 
 MODULES = {
@@ -44,12 +47,16 @@ def run(request: Mapping[str, Any], context: Context) -> None:
         known = ", ".join(stage for stages in MODULES.values() for stage in stages)
         raise MeshdialError(f"there is no such stage, expected one of {known}")
     function = getattr(importlib.import_module(module), job.stage)
-    started, cpu_started = time.perf_counter(), time.process_time()
-    said = function(job, context)
-    seconds = time.perf_counter() - started
+    started = time.time()
+    clock, cpu_clock = time.perf_counter(), time.process_time()
+    with _mesh_of(request):
+        said = function(job, context)
+    seconds = time.perf_counter() - clock
     cost = {
+        "started": started,
+        "mesh": request.get("mesh", ""),
         "seconds": seconds,
-        "cpu_seconds": time.process_time() - cpu_started,
+        "cpu_seconds": time.process_time() - cpu_clock,
         "peak_memory_bytes": peak_memory_bytes(),
         **job.costs_found,
         "host": socket.gethostname(),
@@ -58,6 +65,14 @@ def run(request: Mapping[str, Any], context: Context) -> None:
     if job.timings is not None:
         write_json(Publisher(context.check_alive), job.timings, cost)
     context.progress(progress_line(job, seconds, said))
+
+
+def _mesh_of(request: Mapping[str, Any]) -> contextlib.AbstractContextManager:
+    """The mesh that the request names; the first device where it names none."""
+    if "layout" not in request:
+        return contextlib.nullcontext()
+    layouts = parse_process_layout(request["layout"])
+    return on(device_mesh(layouts, request.get("mesh") or layouts[0].name))
 
 
 def progress_line(job: Request, seconds: float, said: str) -> str:

@@ -1,12 +1,15 @@
 """Models before reinforcement learning: made from their source, and trained on answers first."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
+from rl import group
 from rl.artifacts import (
     MANIFEST,
     Publisher,
-    content_id,
+    described,
+    id_of_blocks,
     json_content_id,
     read_json,
     read_table,
@@ -14,14 +17,24 @@ from rl.artifacts import (
 )
 from rl.context import Context
 from rl.learner import OptimizerConfig, init_optimizer, pack_supervised, supervised_update
-from rl.models.families import read_config, read_model, read_tokenizer_files, write_model
+from rl.memory import memory_of
+from rl.models.families import (
+    WEIGHTS_FILE,
+    model_config,
+    read_config,
+    read_tokenizer_files,
+    write_model_files,
+)
+from rl.models.safetensors_file import read_safetensors
 from rl.models.sources import TOKEN_ID_KEYS, prepare_model
 from rl.models.spec import ModelSpec
 from rl.models.tokenizer import Tokenizer
+from rl.sharding import placed
 from rl.stages.request import Request
 from rl.stages.tokens import encode_prompts
-from rl.sync import load_base, memory_of, placed, tokenizer_of
+from rl.sync import load_base, tokenizer_of
 from rl.tasks import iteration_window
+from rl.weights import write_parameters
 
 
 def init_policy(job: Request, context: Context) -> str:
@@ -29,27 +42,36 @@ def init_policy(job: Request, context: Context) -> str:
     model = job.config["model"]
     publisher = Publisher(context.check_alive)
     with publisher.directory(job.outputs["model"]) as folder:
-        facts = prepare_model(
-            model["source"], folder, model["architecture"], model["seed"], model["dtype"]
-        )
-        write_json(Publisher(), folder / MANIFEST, facts | identity_of(folder))
+        facts = group.first(lambda: _prepared(folder, model))
+        tensors = described(read_safetensors(folder / WEIGHTS_FILE))
+        write_json(Publisher(), folder / MANIFEST, facts | identity_of(folder, tensors))
     return f"{facts['name']}, {facts['num_parameters'] / 1e6:.1f} M parameters, {facts['dtype']}"
 
 
-def identity_of(folder: Path) -> dict:
+def _prepared(folder: Path, model: Mapping) -> dict:
+    return prepare_model(
+        model["source"], folder, model["architecture"], model["seed"], model["dtype"]
+    )
+
+
+def identity_of(folder: Path, tensors: Mapping[str, Mapping]) -> dict:
     """The content ids of a model folder: of its parameters, and of all that decides what it says,
-    which is those, the config, and the tokenizer with its EOS and chat template."""
-    config, parameters = read_model(folder)
+    which is those, the config, and the tokenizer with its EOS and chat template.
+
+    `tensors` are the {dtype, shape, blocks} of those in its file. So whoever loads the folder can
+    verify just the blocks that it reads.
+    """
     files = read_tokenizer_files(folder)
     parts = {
-        "parameters_content_id": content_id(parameters),
-        "config": config.to_hf(),
+        "parameters_content_id": id_of_blocks(tensors),
+        "config": model_config(read_config(folder), folder / "config.json").to_hf(),
         "tokenizer": {name: json_content_id(files[name].decode()) for name in sorted(files)},
     }
     return {
         "content_id": json_content_id(parts),
         "parameters_content_id": parts["parameters_content_id"],
         "tokenizer": parts["tokenizer"],
+        "tensors": tensors,
     }
 
 
@@ -113,14 +135,11 @@ def _write_warm_model(job: Request, context: Context, trainable, base, settings)
     source = job.input("model")
     values = read_config(source)
     with Publisher(context.check_alive).directory(job.outputs["model"]) as folder:
-        write_model(
-            folder,
-            base.config,
-            trainable,
-            read_tokenizer_files(source),
-            base.dtype,
-            {key: values.get(key) for key in TOKEN_ID_KEYS},
-        )
-        manifest = read_json(source / MANIFEST) | identity_of(folder)
+        if group.is_first():
+            token_ids = {key: values.get(key) for key in TOKEN_ID_KEYS}
+            files = read_tokenizer_files(source)
+            write_model_files(folder, base.config, files, base.dtype, token_ids)
+        tensors = write_parameters(folder / WEIGHTS_FILE, trainable, base.dtype)
+        manifest = read_json(source / MANIFEST) | identity_of(folder, tensors)
         manifest |= {"parent": base.content_id, "warm_start": dict(settings)}
         write_json(Publisher(), folder / MANIFEST, manifest)

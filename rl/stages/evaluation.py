@@ -6,12 +6,13 @@ import pyarrow as pa
 
 from rl.artifacts import Publisher, read_table, write_table
 from rl.context import Context
+from rl.memory import memory_of
 from rl.rewards import scorer_hash
 from rl.rollout.sampling import SamplingConfig
 from rl.stages.completions import sample_completions
 from rl.stages.experience import score_rollouts
 from rl.stages.request import Request
-from rl.sync import memory_of, rollout_policy, tokenizer_of
+from rl.sync import rollout_policy, tokenizer_of
 
 SEED = 0
 

@@ -12,11 +12,12 @@ from rl.artifacts import (
 )
 from rl.context import Context
 from rl.errors import MeshdialError
+from rl.memory import memory_of
 from rl.rewards import score, scorer_hash
 from rl.rollout.sampling import SamplingConfig
 from rl.stages.completions import sample_completions
 from rl.stages.request import Request
-from rl.sync import memory_of, rollout_policy, tokenizer_of
+from rl.sync import rollout_policy, tokenizer_of
 from rl.tasks import iteration_window, make_prompts
 
 RANDOM_SCHEME = "threefry: fold_in(seed, iteration, prompt, sample, position)"

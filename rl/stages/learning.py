@@ -2,10 +2,12 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
+from rl.algorithms.off_policy import off_policy_weights
 from rl.artifacts import (
     MANIFEST,
     Publisher,
@@ -18,11 +20,13 @@ from rl.artifacts import (
 )
 from rl.context import Context
 from rl.errors import MeshdialError
-from rl.learner import LossConfig, OptimizerConfig, update
+from rl.learner import LossConfig, OptimizerConfig, UpdateBatch, update
+from rl.schedule import behaviour_version
+from rl.memory import memory_of
 from rl.stages.policy import publish_policy
 from rl.stages.request import Request
 from rl.stages.tokens import lists, update_batch
-from rl.sync import load_policy, memory_of
+from rl.sync import load_policy
 
 
 def update_actor(job: Request, context: Context) -> str:
@@ -31,6 +35,7 @@ def update_actor(job: Request, context: Context) -> str:
     rollouts = read_table(job.input("rollouts"), "rollouts")
     temperature, max_tokens = config["rollout.temperature"], config["rollout.max_tokens"]
     batch = update_batch(rollouts, temperature, max_tokens, _columns(job))
+    batch, off_policy_figures = _corrected(batch, config)
     policy = load_policy(job, memory_of(context), is_taken=True)
     with job.computing():
         trainable, state, figures = update(
@@ -45,6 +50,9 @@ def update_actor(job: Request, context: Context) -> str:
             config["learner.updates_per_batch"],
             progress=watched(context, job.stage),
         )
+    figures |= off_policy_figures
+    if rollouts["policy_version"][0].as_py() < policy.version:
+        figures = {_STALE.get(name, name): value for name, value in figures.items()}
     kind, version = config["optimizer"]["name"], policy.version + 1
     publish_policy(job, context, trainable, state, kind, version, policy.content_id)
     write_json(Publisher(context.check_alive), job.outputs["figures"], figures)
@@ -75,6 +83,34 @@ def _columns(job: Request) -> dict:
     return columns
 
 
+# What separates an older policy from the trainer's is no disagreement about one and the same.
+_STALE = {f"logprob_drift_{of}": f"logprob_staleness_{of}" for of in ("mean", "max")}
+
+
+def _corrected(batch: UpdateBatch, config) -> tuple[UpdateBatch, dict[str, float]]:
+    """The batch with its off-policy weights, and their figures; as it is where no lag is wanted.
+
+    With a lag the first iteration's rollouts, which are of the proximal policy, get weights too,
+    all 1 but for rounding: one compiled program then serves the whole run.
+    """
+    correction = config["algorithm.off_policy"]
+    if config["lag"] == 0 or correction["correction"] == "none":
+        return batch, {}
+    found = off_policy_weights(
+        batch.proximal_logprobs_PGT,
+        batch.rollout_logprobs_PGT,
+        batch.trained_mask(),
+        correction["correction"],
+        correction["cap"],
+    )
+    figures = {
+        "off_policy_ess": found.effective_share,
+        "off_policy_truncated": found.truncated_share,
+        "off_policy_ratio_mean": found.ratio_mean,
+    }
+    return replace(batch, off_policy_weights_PGT=found.weights), figures
+
+
 def _loss_config(config) -> LossConfig:
     kl = config["algorithm.kl"]
     return LossConfig(
@@ -83,7 +119,6 @@ def _loss_config(config) -> LossConfig:
         kl_coefficient=kl["coefficient"],
         kl_estimator=kl["estimator"],
         entropy_coefficient=None,
-        off_policy_cap=None,
         aggregation=config["algorithm.aggregation"],
         max_tokens=config["rollout.max_tokens"],
     )
@@ -108,10 +143,13 @@ def check_iteration(job: Request, context: Context) -> str:
     """Fail the iteration before its weights leave it, if anything in it is not as it must be."""
     figures = read_json(job.input("figures"))
     rollouts = read_table(job.input("rollouts"), "rollouts")
+    behaviour = behaviour_version(job.config["lag"], job.iteration)
     rewards = read_table(job.input("rewards"), "rewards")
     advantages = read_table(job.input("advantages"), "advantages")
-    _check_figures(job, figures, job.cost["max_logprob_drift"])
-    _check_version(job, rollouts)
+    _check_figures(job, figures)
+    if behaviour == job.iteration - 1:
+        _check_drift(job, figures, job.cost["max_logprob_drift"])
+    _check_version(job, rollouts, behaviour)
     _check_rollouts(job, rollouts)
     _check_scores(job, join(rollouts.select(["sample_id"]), rewards, ["scored_ok", "failure"]))
     join(rollouts.select(["sample_id"]), advantages, ["advantage"])
@@ -127,20 +165,27 @@ def check_iteration(job: Request, context: Context) -> str:
         )
     found = {
         "iteration": job.iteration,
-        "logprob_drift_mean": figures["logprob_drift_mean"],
+        **{name: figures[name] for name in _DIFFERENCES if name in figures},
         "num_rollouts": rollouts.num_rows,
         "inputs": job.provenance()["inputs"],
     }
     write_json(Publisher(context.check_alive), job.outputs["checks"], found)
-    return f"passed, drift {figures['logprob_drift_mean']:.1e}"
+    differences = [f"{said} {figures[n]:.1e}" for n, said in _DIFFERENCES.items() if n in figures]
+    return ", ".join(["passed", *differences])
 
 
-def _check_figures(job: Request, figures: dict, max_drift: float) -> None:
+_DIFFERENCES = {"logprob_drift_mean": "drift", "logprob_staleness_mean": "staleness"}
+
+
+def _check_figures(job: Request, figures: dict) -> None:
     for name, value in figures.items():
         if not math.isfinite(value):
             raise MeshdialError(
                 f"{job.input('figures')}: {name} is {value}, expected a finite number"
             )
+
+
+def _check_drift(job: Request, figures: dict, max_drift: float) -> None:
     drift = figures["logprob_drift_mean"]
     if drift > max_drift:
         raise MeshdialError(
@@ -149,12 +194,12 @@ def _check_figures(job: Request, figures: dict, max_drift: float) -> None:
         )
 
 
-def _check_version(job: Request, rollouts) -> None:
+def _check_version(job: Request, rollouts, expected: int) -> None:
     versions = sorted(set(rollouts["policy_version"].to_pylist()))
-    if versions != [job.iteration - 1]:
+    if versions != [expected]:
         raise MeshdialError(
             f"{job.input('rollouts')}: policy_version is {', '.join(map(str, versions))}, expected "
-            f"{job.iteration - 1} in iteration {job.iteration}"
+            f"{expected} in iteration {job.iteration} with lag: {job.config['lag']}"
         )
 
 

@@ -1,20 +1,22 @@
 """Policy version 0, and the export of each version's weights for the rollout role."""
 
+import time
+
 from rl.artifacts import MANIFEST, Publisher, read_json
 from rl.checkpoint import save_policy
 from rl.context import Context
 from rl.learner import init_optimizer
+from rl.memory import memory_of
 from rl.models.transformer import init_lora
 from rl.stages.request import Request
+from rl.sharding import current, name_of, placed
 from rl.sync import (
     base_facts,
     cast,
     first_optimizer,
     load_base,
     load_policy,
-    memory_of,
     nbytes,
-    placed,
     remember_policy,
 )
 from rl.weights import export_weights
@@ -54,6 +56,7 @@ def publish_policy(
 def sync_weights(job: Request, context: Context) -> str:
     """The trained parameters in the rollout's dtype: what another process needs of this version."""
     policy = load_policy(job, memory_of(context))
+    started = time.perf_counter()
     dtype = job.config["rollout.dtype"]
     dtype = policy.spec.dtype if dtype == "same" else dtype
     parameters = cast(policy.trainable, dtype)
@@ -71,12 +74,18 @@ def sync_weights(job: Request, context: Context) -> str:
         parent=read_json(job.input("policy") / MANIFEST)["parent"],
         manifest_extra=job.provenance(),
     )
-    memory_of(context).put(parameters, "parameters", manifest["content_id"])
+    here = name_of(current())
+    memory_of(context).put(parameters, "parameters", manifest["content_id"], here)
     job.costs_found["sync"] = {
         "outcome": "alias" if is_alias else "cast",
         "bytes_moved": 0,
+        "bytes_received": 0,
         "bytes_written": nbytes(parameters),
+        "bytes_read": 0,
+        "seconds": time.perf_counter() - started,
         "dtype": dtype,
+        "source_sharding": here,
+        "target_sharding": here,
     }
     outcome = "alias, 0 bytes moved" if is_alias else f"cast to {dtype}"
     return f"{outcome}, {nbytes(parameters) / 1e6:.1f} MB exported"

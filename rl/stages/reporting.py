@@ -10,6 +10,7 @@ from rl.report.metrics import collect_metrics, collect_timings
 from rl.report.page import comparison_html
 from rl.report.sinks import send_to_wandb, write_tensorboard
 from rl.report.summary import summary_lines
+from rl.report.timeline import collect_spans
 from rl.schedule import is_evaluated
 from rl.stage_table import STAGES
 from rl.stages.request import Request
@@ -21,10 +22,12 @@ def report_run(job: Request, context: Context) -> str:
     """Metrics, figures and a summary. Inputs are templates of `{iteration}` (and `{stage}`)."""
     tables = _tables(job)
     metrics = collect_metrics(job.run, tables)
-    timings = collect_timings(job.run, _timings(job))
+    timing_files = _timings(job)
+    timings = collect_timings(job.run, timing_files)
+    sources = {"metrics": metrics, "timings": timings, "spans": collect_spans(timing_files)}
     publisher = Publisher(context.check_alive)
     figures = {name: path for name, path in job.outputs.items() if name != "metrics"}
-    write_figures(publisher, figures, metrics, timings)
+    write_figures(publisher, figures, sources)
     inputs = {f"{n:04d}/{name}": path for n in tables for name, path in tables[n].items()}
     write_table(publisher, job.outputs["metrics"], "metrics", metrics, job.provenance(inputs))
     _send(job, publisher, metrics)

@@ -6,11 +6,12 @@ from rl.algorithms.advantages import group_advantages
 from rl.artifacts import Publisher, join, make_table, read_table, write_table
 from rl.context import Context
 from rl.learner import score_batch, unpack
+from rl.memory import memory_of
 from rl.models.spec import ModelSpec
 from rl.stages.learning import watched
 from rl.stages.request import Request
 from rl.stages.tokens import update_batch
-from rl.sync import load_base, load_policy, memory_of
+from rl.sync import load_base, load_policy
 
 
 def reference_logprobs(job: Request, context: Context) -> str:
