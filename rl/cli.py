@@ -7,11 +7,12 @@ import signal
 import sys
 import time
 
-from rl import __version__, client, liveness, runtime
+from rl import __version__, client, liveness, pool, runtime, wire
 from rl.errors import MeshdialError
-from rl.wire import ask
+from rl.plan import command as planning
 
-COLUMNS = "{:>8}  {:<20}  {:>8}  {:>9}  {:<20}  {}"
+COLUMNS = "{:>8}  {:<20}  {:>8}  {:>9}  {:<8}  {:<14}  {:<16}  {}"
+POLL_S = 0.05
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -34,9 +35,13 @@ def make_parser() -> argparse.ArgumentParser:
     client.add_arguments(stage)
     stage.set_defaults(action=client.run)
 
+    plan = commands.add_parser("plan", help="what a run will cost, before it runs")
+    planning.add_arguments(plan)
+    plan.set_defaults(action=planning.run)
+
     worker = commands.add_parser("worker", help="see or stop the resident workers")
     actions = worker.add_subparsers(required=True, metavar="ACTION")
-    status = actions.add_parser("status", help="list your workers on this machine")
+    status = actions.add_parser("status", help="list your workers, their meshes and devices")
     status.set_defaults(action=show_status)
     stop = actions.add_parser("stop", help="stop the workers of this folder")
     stop.add_argument("--all", action="store_true", help="those of every folder")
@@ -45,48 +50,75 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def answers(op: str, root: str | None = None) -> list[dict]:
-    """What each worker that answers, of one folder or of all, says to `op`."""
-    found = []
-    for path in sorted(glob.glob(os.path.join(glob.escape(runtime.runtime_dir()), "*.sock"))):
-        status = ask(path, {"op": "status"})
+def find_workers(root: str | None = None) -> list[dict]:
+    """The status of each worker that answers, of one folder or of all, with its `address`.
+
+    Those of this machine, and those that the current folder has on other nodes of a SLURM job.
+    """
+    sockets = glob.glob(os.path.join(glob.escape(runtime.runtime_dir()), "*.sock"))
+    found = {}
+    for address in [*sorted(sockets), *pool.endpoints(os.getcwd())]:
+        status = wire.ask_over(_connect(address), {"op": "status"})
         if status is not None and root in (None, status["root"]):
-            found.append(status if op == "status" else ask(path, {"op": op}) or status)
-    return found
+            found.setdefault((status["host"], status["pid"]), {**status, "address": address})
+    return list(found.values())
+
+
+def _connect(address: str) -> wire.Channel | None:
+    return pool.connect(address) if address.endswith(".json") else wire.connect(address)
 
 
 def show_status(arguments: argparse.Namespace) -> int:
     """Print one line a worker."""
-    workers = answers("status")
+    workers = find_workers()
     if not workers:
         print("no worker runs")
         return 0
-    print(COLUMNS.format("PID", "STAGE", "IDLE", "MEMORY", "LAYOUT", "FOLDER"))
+    titles = ("PID", "STAGE", "IDLE", "MEMORY", "LAUNCHER", "MESHES", "DEVICES", "FOLDER")
+    print(COLUMNS.format(*titles))
     for worker in workers:
         stage = worker["stage"] or "-"
         if worker["num_waiting"]:
             stage += f" (+{worker['num_waiting']})"
         idle = f"{worker['idle_s']:.0f} s"
         memory = f"{worker['memory_bytes'] / 2**20:.0f} MiB"
-        print(COLUMNS.format(worker["pid"], stage, idle, memory, worker["layout"], worker["root"]))
+        meshes, devices = "+".join(worker["meshes"]), ",".join(worker["devices"]) or "-"
+        columns = (name_of(worker), stage, idle, memory, worker["launcher"], meshes, devices)
+        print(COLUMNS.format(*columns, worker["root"]))
     return 0
+
+
+def name_of(worker: dict) -> str:
+    """Its process number, with the host where that is another."""
+    here = "" if liveness.is_local(worker) else f"@{worker['host']}"
+    return f"{worker['pid']}{here}"
 
 
 def stop_workers(arguments: argparse.Namespace) -> int:
     """Tell workers to leave and wait until they have; a running workflow starts new ones."""
     root = None if arguments.all else os.path.realpath(os.getcwd())
-    workers = answers("stop", root)
+    workers = find_workers(root)
+    for worker in workers:
+        request = {"op": "stop", "is_urgent": arguments.now}
+        wire.ask_over(_connect(worker["address"]), request)
     if not workers:
         print("no worker runs" + ("" if arguments.all else f" for {root}"))
     for worker in workers:
-        if arguments.now and liveness.is_alive(worker):
+        if arguments.now and liveness.is_local(worker) and liveness.is_alive(worker):
             os.kill(worker["pid"], signal.SIGKILL)
-        elif worker["stage"]:
-            print(f"process {worker['pid']} finishes {worker['stage']} first", flush=True)
-        while liveness.is_alive(worker):
-            time.sleep(0.05)
-        print(f"stopped process {worker['pid']} of {worker['root']}")
+        elif worker["stage"] and not arguments.now:
+            print(f"process {name_of(worker)} finishes {worker['stage']} first", flush=True)
+        while _is_there(worker):
+            time.sleep(POLL_S)
+        print(f"stopped process {name_of(worker)} of {worker['root']}")
     return 0
+
+
+def _is_there(worker: dict) -> bool:
+    """Whether it has not ended. One of another node removes its file when it does."""
+    if liveness.is_local(worker):
+        return liveness.is_alive(worker)
+    return bool(pool.read_endpoint(worker["address"]))
 
 
 if __name__ == "__main__":

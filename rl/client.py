@@ -1,8 +1,8 @@
 """The command of a stage: ask the resident worker for it, or run it here.
 
 1. Arguments become a request: the stage, its slice of config, the paths of its inputs and outputs.
-2. Warm: connect to the worker of this results folder (the current directory) and device layout;
-   whoever finds none, and gets its lock, starts one.
+2. Warm, shared, pool: connect to the worker of this results folder (the current directory) and of
+   the mesh, or of all meshes; whoever finds none, and gets its lock, starts one.
 3. Print the lines that the worker sends, until it says how the stage went.
 4. Cold: import the stages and run the same request in this process.
 
@@ -16,15 +16,13 @@ import sys
 import time
 from collections.abc import Callable
 
-from rl import liveness, runtime
+from rl import liveness, reach, runtime
 from rl.errors import ClientGone, MeshdialError
 from rl.runtime import Place
-from rl.wire import Channel, connect
+from rl.wire import Channel
 
 MAX_LOST_WORKERS = 20
-TAIL_LINES = 20
-TAIL_BYTES = 8000
-MAX_LOG_BYTES = 4_000_000
+FOLLOWER_S = 2.0  # how much longer than the first process its followers wait to complain
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -39,11 +37,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("stage", help="which stage, for example generate_rollouts")
     parser.add_argument(
         "--launcher",
-        choices=("warm", "cold"),
+        choices=("warm", "shared", "cold", "pool"),
         default="warm",
-        help="warm: in the resident worker of this folder and layout; cold: in this process",
+        help="warm: in the resident worker of this folder and mesh; shared: in the one worker of"
+        " this folder, which holds all meshes; cold: in this process; pool: as warm, where the"
+        " worker runs on its part of a SLURM allocation",
     )
-    parser.add_argument("--mesh", default="all:devices=1", help="the device layout")
+    parser.add_argument(
+        "--mesh",
+        default="all:devices=1",
+        metavar="MESH",
+        help=f"the mesh of the stage, {runtime.LAYOUT_FORM}; {runtime.HOST} needs no device",
+    )
+    parser.add_argument(
+        "--meshes", metavar="MESH+MESH...", help="all meshes of the run, for the shared launcher"
+    )
     parser.add_argument("--config", default="{}", help="the stage's slice of the config, JSON")
     parser.add_argument("--run", default="", help="the name of the run")
     parser.add_argument("--iteration", type=int, default=0)
@@ -56,26 +64,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run one stage; prints its lines, and one sentence if it fails."""
-    stage, log = arguments.stage, StageLog(arguments.log)
+    log, reply = StageLog(None), {}
     try:
+        log = log_of(arguments)
         request = make_request(arguments)
-        reply = run_here(request, log) if arguments.launcher == "cold" else run_warm(request, log)
+        run_request = run_here if arguments.launcher == "cold" else run_in_worker
+        reply = run_request(request, log)
     except (MeshdialError, ClientGone) as error:
         reply = {"event": "failed", "message": str(error)}
     if reply["event"] == "done":
         return 0
-    message = f"{stage}: {reply['message']}"
-    if reply.get("traceback"):
-        log.write(reply["traceback"])
-        message += f" (full traceback in {log.path})" if log.path else "\n" + reply["traceback"]
-    log.write(message)
-    print(message, file=sys.stderr, flush=True)
+    log.complain(arguments.stage, reply)
+    if reply.get("is_in_group"):
+        os._exit(1)  # JAX would first wait for the others, which may wait for this one
     return 1
 
 
 def make_request(arguments: argparse.Namespace) -> dict:
     """What a worker is sent. Paths are as given, relative to `cwd`."""
-    runtime.parse_layout(arguments.mesh)
+    layout, mesh = choose_layout(arguments.launcher, arguments.mesh, arguments.meshes)
     return {
         "op": "run",
         "stage": arguments.stage,
@@ -90,12 +97,30 @@ def make_request(arguments: argparse.Namespace) -> dict:
         },
         "timings": arguments.timings,
         "log": arguments.log,
+        "launcher": arguments.launcher,
         "cwd": os.path.realpath(os.getcwd()),
-        "layout": arguments.mesh,
-        "fingerprint": runtime.fingerprint(arguments.mesh),
+        "layout": layout,
+        "mesh": mesh,
+        "fingerprint": runtime.fingerprint(layout),
         "client": liveness.identify(os.getpid()),
         "parent": liveness.find_workflow(),
     }
+
+
+def choose_layout(launcher: str, mesh: str, meshes: str | None) -> tuple[str, str]:
+    """The layout of the process that runs a stage, and the name of the stage's mesh within it.
+
+    The one process of the shared launcher runs the stages of the host too.
+    """
+    stage_mesh, all_meshes = runtime.parse_layout(mesh), meshes or mesh
+    layouts = runtime.parse_process_layout(all_meshes)
+    if launcher != "shared":
+        return mesh, stage_mesh.name
+    if stage_mesh.is_host:
+        return all_meshes, layouts[0].name
+    if stage_mesh not in layouts:
+        raise MeshdialError(f"--mesh {mesh} is none of --meshes {all_meshes}")
+    return all_meshes, stage_mesh.name
 
 
 def _json(text: str) -> dict:
@@ -135,6 +160,16 @@ class StageLog:
         self.write(line)
         print(line, flush=True)
 
+    def complain(self, stage: str, reply: dict) -> None:
+        """Say in one sentence why a stage failed; a traceback goes to the log if there is one."""
+        message = f"{stage}: {reply['message']}"
+        if reply.get("traceback"):
+            self.write(reply["traceback"])
+            where = f" (full traceback in {self.path})" if self.path else "\n" + reply["traceback"]
+            message += where
+        self.write(message)
+        print(message, file=sys.stderr, flush=True)
+
     def write(self, text: str) -> None:
         if self.path:
             self._write("a", text.rstrip("\n") + "\n")
@@ -150,14 +185,47 @@ class StageLog:
             self.path = None
 
 
+class FollowerLog(StageLog):
+    """Of a process that runs a stage together with others: the first of them does the talking.
+
+    If that one fails too it does so at once, and takes the others with it before they complain.
+    """
+
+    def __init__(self, path: str | None, number: int):
+        super().__init__(None)
+        self.path, self.number = path, number
+
+    def show(self, line: str) -> None:
+        pass
+
+    def complain(self, stage: str, reply: dict) -> None:
+        shown, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, 2)  # JAX would tell at length that the first process is gone
+        time.sleep(FOLLOWER_S)
+        os.dup2(shown, 2)
+        super().complain(f"process {self.number}: {stage}", reply)
+
+
+def log_of(arguments: argparse.Namespace) -> StageLog:
+    """Where the lines of a stage go."""
+    if arguments.launcher == "cold":
+        from rl import group
+
+        member = group.settings()
+        if member is not None and member.process_id > 0:
+            return FollowerLog(arguments.log, member.process_id)
+    return StageLog(arguments.log)
+
+
 def run_here(request: dict, log: StageLog) -> dict:
-    """The cold launcher."""
-    from rl.launch import run_cold
+    """The cold launcher, in this process or, in a SLURM job of several tasks, in one of each."""
+    from rl import launch
 
-    return run_cold(request, log.show)
+    launch.spread_over_tasks(request)
+    return launch.run_cold(request, log.show)
 
 
-def run_warm(request: dict, log: StageLog) -> dict:
+def run_in_worker(request: dict, log: StageLog) -> dict:
     """The worker's last word on this request: `done` or `failed`.
 
     A worker that leaves before it took up the request is followed by another; one that dies while
@@ -165,20 +233,30 @@ def run_warm(request: dict, log: StageLog) -> dict:
     """
     liveness.exit_at_once_on_signals()
     check = liveness.watch(request["parent"])
-    place = runtime.place_of(request["cwd"], request["layout"])
+    place = place_of(request)
     for _ in range(MAX_LOST_WORKERS):
-        channel = reach_worker(place, request["fingerprint"], check)
-        reply = converse(channel, request, log, check) if channel.send(request) else None
+        channel = reach.reach_worker(place, request, check)
+        reply = converse(channel, request, place, log, check) if channel.send(request) else None
         channel.close()
         if reply is not None:
             return reply
     raise MeshdialError(
-        f"{MAX_LOST_WORKERS} workers ended before they took up this stage\n" + log_tail(place, 0)
+        f"{MAX_LOST_WORKERS} workers ended before they took up this stage\n"
+        + reach.log_tail(place, 0)
     )
 
 
+def place_of(request: dict) -> Place:
+    """Where the worker of this request is met."""
+    if request["launcher"] == "pool":
+        from rl import pool
+
+        return pool.place_of(request["cwd"], request["layout"])
+    return runtime.place_of(request["cwd"], request["layout"])
+
+
 def converse(
-    channel: Channel, request: dict, log: StageLog, check: Callable[[], None]
+    channel: Channel, request: dict, place: Place, log: StageLog, check: Callable[[], None]
 ) -> dict | None:
     """Follow one request to its end; None if it has to be sent again, to another worker."""
     wait_s, started = runtime.seconds("MESHDIAL_WORKER_START_S"), None
@@ -189,8 +267,7 @@ def converse(
             raise MeshdialError(f"the worker did not answer for {wait_s:.0f} s") from None
         if message is None:
             check()
-            place = runtime.place_of(request["cwd"], request["layout"])
-            return started and {"event": "failed", "message": obituary(place, started)}
+            return started and {"event": "failed", "message": reach.obituary(place, started)}
         wait_s = None
         if message["event"] == "progress":
             log.show(message["line"])
@@ -201,74 +278,6 @@ def converse(
             return None
         elif message["event"] in ("done", "failed"):
             return message
-
-
-def obituary(place: Place, started: dict) -> str:
-    return (
-        f"the worker (process {started['pid']}) died while it ran this stage;"
-        " the next stage starts another\n" + log_tail(place, started["log_size"])
-    )
-
-
-def log_tail(place: Place, offset: int) -> str:
-    """The last lines of a worker's log, from `offset` bytes on."""
-    lines = []
-    if os.path.exists(place.log):
-        with open(place.log, "rb") as file:
-            file.seek(max(offset, os.path.getsize(place.log) - TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
-    if not lines:
-        return f"it left nothing in {place.log}, as when the kernel kills it for want of memory"
-    return "\n".join([f"last lines of {place.log}:", *(f"  {line}" for line in lines)])
-
-
-def reach_worker(place: Place, fingerprint: str, check: Callable[[], None]) -> Channel:
-    """A channel to the worker of `place`, which is started here if nobody else starts one."""
-    deadline = time.monotonic() + runtime.seconds("MESHDIAL_WORKER_START_S")
-    process = None
-    while (channel := connect(place.socket)) is None:
-        check()
-        if process is not None and process.poll() is not None:
-            if process.returncode != 0:
-                status, tail = process.returncode, log_tail(place, 0)
-                raise MeshdialError(f"the worker ended as it started (exit {status})\n{tail}")
-            process = None  # another client has sent it away already
-        if process is None and (lock := runtime.take_lock(place.lock)) is not None:
-            process = start_worker(place, lock, fingerprint)
-            os.close(lock)  # the worker holds it now
-        if time.monotonic() > deadline:
-            raise MeshdialError(
-                f"the worker of {place.root} does not answer; end the process that holds"
-                f" {place.lock} ({runtime.read_holder(place.lock)})"
-            )
-        time.sleep(0.02)
-    return channel
-
-
-def start_worker(place: Place, lock: int, fingerprint: str):
-    """Start a worker that inherits `lock`, this environment, and nothing else of this process."""
-    import subprocess
-
-    environment = dict(os.environ)
-    environment.pop("MESHDIAL_PARENT_PID", None)
-    own_code = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    paths = [own_code, environment.get("PYTHONPATH", "")]
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    command = [sys.executable, "-u", "-P", "-m", "rl.worker", "--lock", str(lock)]
-    command += ["--mesh", place.layout, "--fingerprint", fingerprint]
-    if os.path.exists(place.log) and os.path.getsize(place.log) > MAX_LOG_BYTES:
-        os.replace(place.log, place.log + ".old")
-    with open(place.log, "ab") as log:
-        return subprocess.Popen(
-            command,
-            cwd=place.root,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-            pass_fds=(lock,),
-        )
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from rl import runtime, wire
 from rl.errors import MeshdialError
@@ -13,11 +13,12 @@ SILENCE_S = 60.0  # a holder that has not answered for this long is an error
 
 
 class Devices:
-    """The device locks of this process; `holder` tells others whom to ask for them."""
+    """The locks of the devices `names`; `holder` tells others whom to ask for them."""
 
-    def __init__(self, holder: dict):
+    def __init__(self, names: Iterable[str], holder: dict):
         self._holder = holder
-        self._locks: dict[str, int | None] = dict.fromkeys(runtime.device_locks())
+        paths = sorted(runtime.device_lock(name) for name in names)
+        self._locks: dict[str, int | None] = dict.fromkeys(paths)
         self._open = threading.Lock()  # held while a lock's descriptor is used or closed
 
     def take(self, wait: Callable[[str], bool], question: dict) -> bool:

@@ -3,9 +3,12 @@
 import gc
 import importlib
 import os
+import shlex
+import sys
 import traceback
+from collections.abc import Callable
 
-from rl import liveness, runtime
+from rl import accelerators, group, liveness, runtime, slurm
 from rl.context import Context
 from rl.errors import ClientGone, MeshdialError
 
@@ -38,9 +41,31 @@ def import_stages():
     return importlib.import_module(os.environ.get(runtime.STAGES_MODULE) or "rl.stages")
 
 
-def run_cold(request: dict, show) -> dict:
-    """Run a stage in this process; it ends on a signal, or when the workflow has ended."""
+def spread_over_tasks(request: dict) -> None:
+    """Outside of a step of a SLURM job with several tasks: become the `srun` that runs this very
+    command in each of them, and ends all if one fails. Elsewhere nothing happens."""
+    layouts = runtime.parse_process_layout(request["layout"])
+    command = slurm.group_command(sum(layout.num_devices for layout in layouts))
+    if command:
+        command += shlex.split(os.environ.get(slurm.mesh_options(request["mesh"]), ""))
+        os.environ.pop("MESHDIAL_PARENT_PID", None)  # no process of the other nodes
+        os.execvp(command[0], [*command, sys.executable, *sys.orig_argv[1:]])
+
+
+def run_cold(request: dict, show: Callable[[str], None]) -> dict:
+    """Run a stage in this process, together with those that were started with it.
+
+    It ends on a signal, or when the workflow has ended. `is_in_group` is true in the answer of one
+    of several processes, which must not wait for the others once it has failed.
+    """
     liveness.exit_cleanly_on_signals(request["parent"])
-    runtime.configure_jax(runtime.parse_layout(request["layout"]))
+    member = group.settings()
+    num_processes = member.num_processes if member else 1
+    layouts = runtime.parse_process_layout(request["layout"])
+    accelerators.configure_jax(layouts, num_processes)
+    group.join()
     context = Context({}, show, liveness.watch(request["parent"]))
-    return run_stage(request, context)
+    reply = run_stage(request, context)
+    if reply["event"] == "failed":
+        group.fail(reply["message"])
+    return {**reply, "is_in_group": num_processes > 1}

@@ -1,6 +1,10 @@
-"""Who is still there: processes named by pid and start time, so that a reused pid fools nobody."""
+"""Who is still there: processes named by host, pid and start, so that a reused pid fools nobody.
+
+Of a process on another host nothing is known here: whoever asks goes by the connection to it.
+"""
 
 import os
+import re
 import select
 import signal
 import sys
@@ -40,25 +44,37 @@ def _answers(pid: int) -> bool:
 
 
 def identify(pid: int) -> dict | None:
-    """`{"pid", "start"}` of a living process, else None."""
+    """`{"pid", "start", "host"}` of a living process of this host, else None."""
     start = start_time(pid)
-    return None if start is None else {"pid": pid, "start": start}
+    return None if start is None else {"pid": pid, "start": start, "host": os.uname().nodename}
+
+
+def is_local(process: dict) -> bool:
+    return process["host"] == os.uname().nodename
 
 
 def is_alive(process: dict) -> bool:
-    return start_time(process["pid"]) == process["start"]
+    """Whether a process is there, as far as this host can know: those of others are taken to be."""
+    return not is_local(process) or start_time(process["pid"]) == process["start"]
 
 
 def find_workflow() -> dict | None:
-    """The workflow process named by MESHDIAL_PARENT_PID, or None where it is not set."""
+    """The workflow process named by MESHDIAL_PARENT_PID (PID or PID@HOST).
+
+    None where it is not set, or names one of another host, whose job system has to end what it
+    started.
+    """
     text = os.environ.get("MESHDIAL_PARENT_PID", "")
     if not text:
         return None
-    if not text.isdecimal():
-        raise MeshdialError(f"MESHDIAL_PARENT_PID is {text!r}, expected the number of a process")
-    workflow = identify(int(text))
+    match = re.fullmatch(r"(\d+)(?:@(\S+))?", text)
+    if match is None:
+        raise MeshdialError(f"MESHDIAL_PARENT_PID is {text!r}, expected PID or PID@HOST")
+    if match[2] not in (None, os.uname().nodename):
+        return None
+    workflow = identify(int(match[1]))
     if workflow is None:
-        raise ClientGone(f"the workflow (process {text}) has ended")
+        raise ClientGone(f"the workflow (process {match[1]}) has ended")
     return workflow
 
 

@@ -10,7 +10,9 @@ one more lock, which a worker keeps for life. The kernel frees them all when the
 
 import fcntl
 import hashlib
+import itertools
 import json
+import math
 import os
 import re
 import stat
@@ -20,6 +22,9 @@ from typing import NamedTuple
 from rl.errors import MeshdialError
 
 MAX_SOCKET_PATH = 103  # bytes; macOS allows 103, Linux 107
+AXES = ("data", "fsdp", "tensor")
+HOST = "host:devices=0"  # the layout of a process that needs no accelerator
+LAYOUT_FORM = "NAME:devices=N[,first=K][,data=D][,fsdp=F][,tensor=T]"
 STAGES_MODULE = "MESHDIAL_STAGES_MODULE"  # another module than rl.stages, for tests of the worker
 DEFAULT_SECONDS = {
     "MESHDIAL_WORKER_START_S": 60.0,  # how long a client waits for a worker to answer at all
@@ -31,21 +36,29 @@ DEFAULT_SECONDS = {
 
 
 class Layout(NamedTuple):
-    """A mesh: its name, its number of devices, and its axes as (name, size)."""
+    """A mesh: its name, its number of devices, the number of the first on its machine, and the
+    sizes of all its axes. The host's has no device: it runs stages that need no accelerator."""
 
     name: str
     num_devices: int
+    first: int
     axes: tuple[tuple[str, int], ...]
+
+    @property
+    def is_host(self) -> bool:
+        return self.num_devices == 0
 
 
 class Place(NamedTuple):
-    """What belongs to one results folder and one layout."""
+    """What belongs to one results folder and one layout; `endpoint` is the file that says where
+    the worker of a SLURM allocation listens, empty for one that needs none."""
 
     root: str
     layout: str
     socket: str
     lock: str
     log: str
+    endpoint: str = ""
 
 
 def seconds(name: str) -> float:
@@ -61,12 +74,40 @@ def seconds(name: str) -> float:
 
 
 def parse_layout(text: str) -> Layout:
-    """`NAME:devices=N[,AXIS=SIZE...]`, for example `all:devices=1` or `train:devices=4,fsdp=4`."""
-    match = re.fullmatch(r"([A-Za-z0-9_.-]+):devices=([1-9]\d*)((?:,[a-z_]+=[1-9]\d*)*)", text)
-    if match is None:
-        raise MeshdialError(f"layout {text!r}, expected NAME:devices=N[,AXIS=SIZE...]")
-    pairs = [pair.split("=") for pair in match[3].split(",")[1:]]
-    return Layout(match[1], int(match[2]), tuple((axis, int(size)) for axis, size in pairs))
+    """`NAME:devices=N[,first=K][,data=D][,fsdp=F][,tensor=T]`, for example `all:devices=1` or
+    `decode:devices=2,first=4,tensor=2`; `host:devices=0` is the host.
+
+    Devices without axes are all on `fsdp`. MeshdialError if the axes do not multiply to N.
+    """
+    name, _, words = text.partition(":")
+    sizes = dict(re.findall(r"(\w+)=(0|[1-9]\d*)(?:,|$)", words))
+    is_known = sizes.keys() <= {"devices", "first", *AXES}
+    canonical = ",".join(f"{key}={size}" for key, size in sizes.items())
+    if not (re.fullmatch(r"[A-Za-z0-9_.-]+", name) and is_known and canonical == words):
+        raise MeshdialError(f"layout {text!r}, expected {LAYOUT_FORM}")
+    if "devices" not in sizes or (sizes["devices"] == "0") != (text == HOST):
+        raise MeshdialError(f"layout {text!r}, expected {LAYOUT_FORM}")
+    num_devices, first = int(sizes["devices"]), int(sizes.get("first", 0))
+    has_axes = any(axis in sizes for axis in AXES)
+    rest = {} if has_axes or not num_devices else {"fsdp": num_devices}
+    axes = {axis: int(sizes.get(axis, rest.get(axis, 1))) for axis in AXES}
+    if num_devices and math.prod(axes.values()) != num_devices:
+        product = math.prod(axes.values())
+        raise MeshdialError(f"layout {text!r} has axes for {product} devices, not {num_devices}")
+    return Layout(name, num_devices, first, tuple(axes.items()))
+
+
+def parse_process_layout(text: str) -> tuple[Layout, ...]:
+    """The meshes of one process, joined by `+`; MeshdialError if two share a name or a device."""
+    layouts = tuple(parse_layout(word) for word in text.split("+"))
+    if len({layout.name for layout in layouts}) < len(layouts):
+        raise MeshdialError(f"layout {text!r} has a mesh twice")
+    ranges = sorted((layout.first, layout.first + layout.num_devices) for layout in layouts)
+    if any(end > start for (_, end), (start, _) in itertools.pairwise(ranges)):
+        raise MeshdialError(f"layout {text!r} has a device in two meshes")
+    if len(layouts) > 1 and any(layout.is_host for layout in layouts):
+        raise MeshdialError(f"layout {text!r}, expected {HOST} to stand alone")
+    return layouts
 
 
 def runtime_dir() -> str:
@@ -88,7 +129,7 @@ def runtime_dir() -> str:
         os.makedirs(folder, mode=0o700, exist_ok=True)
     except OSError as error:
         raise MeshdialError(f"runtime folder {folder} cannot be made: {error.strerror}") from None
-    _require_private(folder)
+    require_private(folder, "folder", 0o700)
     return folder
 
 
@@ -103,16 +144,19 @@ def _usual_folder() -> str:
     return os.path.join("/tmp", own_name)
 
 
-def _require_private(folder: str) -> None:
-    found = os.lstat(folder)
-    if not stat.S_ISDIR(found.st_mode):
-        raise MeshdialError(f"runtime folder {folder} is not a folder")
+def require_private(path: str, kind: str, mode: int) -> None:
+    """MeshdialError unless `path` is a folder or file (`kind`) of this user that nobody else can
+    read, write or enter; a link is neither."""
+    found = os.lstat(path)
+    is_kind = stat.S_ISDIR(found.st_mode) if kind == "folder" else stat.S_ISREG(found.st_mode)
+    if not is_kind:
+        raise MeshdialError(f"{path} is not a {kind}")
     if found.st_uid != os.getuid():
-        raise MeshdialError(f"runtime folder {folder} belongs to user {found.st_uid}, not to you")
+        raise MeshdialError(f"{kind} {path} belongs to user {found.st_uid}, not to you")
     if found.st_mode & 0o077:
-        mode = stat.S_IMODE(found.st_mode)
         raise MeshdialError(
-            f"runtime folder {folder} has mode {mode:04o}, expected 0700: `chmod 700` it"
+            f"{kind} {path} has mode {stat.S_IMODE(found.st_mode):04o}, expected {mode:04o}:"
+            f" `chmod {mode:o}` it"
         )
 
 
@@ -120,10 +164,12 @@ def _socket_path(folder: str, key: str) -> str:
     return os.path.join(folder, f"{key}.sock")
 
 
-def place_of(root: str, layout: str) -> Place:
-    """The names of the worker of `root` (a results folder) and `layout` on this machine."""
+def place_of(root: str, layout: str, *more: str) -> Place:
+    """The names of the worker of `root` (a results folder) and `layout` on this machine; `more`
+    tells apart what these two do not."""
     root = os.path.realpath(root)
-    key = hashlib.sha256("\0".join([os.uname().nodename, root, layout]).encode()).hexdigest()[:16]
+    words = "\0".join([os.uname().nodename, root, layout, *more])
+    key = hashlib.sha256(words.encode()).hexdigest()[:16]
     folder = runtime_dir()
     base = os.path.join(folder, key)
     return Place(root, layout, _socket_path(folder, key), f"{base}.lock", f"{base}.log")
@@ -167,35 +213,9 @@ def read_holder(path: str) -> dict | None:
     return holder if isinstance(holder, dict) else None
 
 
-def device_locks() -> list[str]:
-    """The lock of every device that JAX would use under this environment, in a fixed order."""
-    platform = (os.environ.get("JAX_PLATFORMS") or _likely_platform()).split(",")[0].strip().lower()
-    if platform in ("gpu", "cuda", "rocm"):
-        names = [f"gpu-{number}" for number in _visible_gpus()] or ["cpu"]
-    else:
-        names = [platform]
-    folder, node = runtime_dir(), os.uname().nodename
-    return [os.path.join(folder, f"device-{node}-{name}.lock") for name in names]
-
-
-def _likely_platform() -> str:
-    if _gpu_numbers():
-        return "cuda"
-    return "tpu" if os.path.exists("/dev/accel0") else "cpu"
-
-
-def _gpu_numbers() -> list[int]:
-    matches = (re.fullmatch(r"nvidia(\d+)", name) for name in os.listdir("/dev"))
-    return sorted(int(match[1]) for match in matches if match)
-
-
-def _visible_gpus() -> list[int]:
-    """The numbers in CUDA_VISIBLE_DEVICES; all GPUs where it is unset or names one otherwise."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    words = [word.strip() for word in (visible or "").split(",")]
-    if visible is None or not all(re.fullmatch(r"-?\d*", word) for word in words):
-        return _gpu_numbers() or [0]
-    return sorted({int(word) for word in words if word.isdecimal()})
+def device_lock(name: str) -> str:
+    """The lock file of a device of this machine, for example of `gpu-2`."""
+    return os.path.join(runtime_dir(), f"device-{os.uname().nodename}-{name}.lock")
 
 
 def fingerprint(layout: str) -> str:
@@ -220,31 +240,3 @@ def _sources(folder: str) -> list[str]:
                 facts = entry.stat()
                 found.append(f"{entry.path} {facts.st_mtime_ns} {facts.st_size}")
     return sorted(found)
-
-
-def configure_jax(layout: Layout | None = None) -> None:
-    """Settings of a stage process, made before JAX is imported; what the user has set stays.
-
-    Compiled programs are kept in $XDG_CACHE_HOME or ~/.cache, meshdial/xla, in a folder for each
-    kind of processor, since a program compiled for one may not run on another. A layout of several
-    devices gets as many CPU devices, for runs without an accelerator.
-    """
-    if "jax" in sys.modules:
-        raise RuntimeError("configure_jax must be called before jax is imported")
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    cache = os.path.join(base, "meshdial", "xla", _processor_key())
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", cache)
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
-    flags = os.environ.get("XLA_FLAGS", "")
-    if layout and layout.num_devices > 1 and "xla_force_host_platform_device_count" not in flags:
-        os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(layout.num_devices))
-
-
-def _processor_key() -> str:
-    """Eight letters for the kind of processor: its architecture and instruction sets."""
-    facts = {os.uname().machine}
-    if os.path.exists("/proc/cpuinfo"):
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
-            facts |= {line.strip() for line in lines if line.startswith(("flags", "Features"))}
-    return hashlib.sha256("\n".join(sorted(facts)).encode()).hexdigest()[:8]

@@ -1,6 +1,7 @@
-"""The resident worker: one process that keeps a device, its weights and its compiled programs.
+"""The resident worker: a process that keeps one mesh or several, with weights and programs.
 
-1. A client starts it with the lock of a results folder and layout, and it listens at their socket.
+1. A client starts it with the lock of a results folder and layout, and it listens at their socket;
+   in a SLURM allocation `srun` starts it, and it listens to the other nodes too.
 2. Requests queue in the order of their arrival; the main thread runs one at a time.
 3. Before the first it takes the lock of each device, asking whoever holds one to leave when idle.
 4. A stage may stop early, and does not publish, once its client or workflow has died.
@@ -20,17 +21,17 @@ import time
 import traceback
 from collections.abc import Callable
 
-from rl import liveness, runtime
+from rl import accelerators, liveness, pool, runtime, wire
 from rl.context import Context
 from rl.devices import Devices
 from rl.errors import ClientGone, MeshdialError
 from rl.job import Job
 from rl.launch import run_stage
+from rl.lifetime import Lifetime
 from rl.liveness import TICK_S
 from rl.runtime import Place
-from rl.wire import SEND_S, Channel
+from rl.wire import SEND_S, Listener
 
-FIRST_REQUEST_S = 30.0  # a worker that nobody ever asked ends after this
 FIRST_MATCH_S = 2.0  # a new worker lets clients of other code wait this long for its own client
 CHANGED = "its code, layout, Python or JAX settings are not this client's"
 
@@ -38,31 +39,36 @@ CHANGED = "its code, layout, Python or JAX settings are not this client's"
 class Worker:
     """What the main thread (stages), the listener and the watch share; `changed` guards it."""
 
-    def __init__(self, place: Place, lock: int, fingerprint: str):
+    def __init__(self, place: Place, lock: int | None, launcher: str, fingerprint: str):
         self.place, self.lock, self.fingerprint = place, lock, fingerprint
         self.identity = {**liveness.identify(os.getpid()), "root": place.root}
-        self.devices = Devices({**self.identity, "socket": place.socket})
+        layouts = runtime.parse_process_layout(place.layout)
+        names = accelerators.device_names(layouts)
+        self.devices = Devices(names, {**self.identity, "socket": place.socket})
+        meshes = [layout.name for layout in layouts]
+        self.facts = {"launcher": launcher, "meshes": meshes, "devices": names}
         self.memory: dict = {}
         self.changed = threading.Condition()
         self.queue: list[Job] = []
         self.running: Job | None = None
-        self.num_served = 0
         self.notice = ""
         self.reason = ""  # why it retires; empty while it does not
-        self.workflows: list[dict] = []
-        self.workflows_ended: float | None = None
-        self.started = self.active = time.monotonic()
-        self.idle_s = runtime.seconds("MESHDIAL_WORKER_IDLE_S")
-        self.linger_s = runtime.seconds("MESHDIAL_WORKER_LINGER_S")
-        self.yield_s = runtime.seconds("MESHDIAL_WORKER_YIELD_S")
+        self.lifetime = Lifetime()
+        self.started = time.monotonic()
         self.grace_s = runtime.seconds("MESHDIAL_WORKER_GRACE_S")
-        self.listener = _listen(place.socket)
+        self.listeners = [wire.listen_at(place.socket)]
         self.socket_file = os.stat(place.socket)
+
+    def listen_to_nodes(self, peer: str) -> None:
+        """Take connections from the other nodes of the allocation, of which `peer` is one."""
+        listener, address = pool.listen(self.place, peer)
+        self.listeners.append(listener)
+        pool.publish(self.place, listener.port, address, self.identity)
 
     # The main thread: one stage at a time.
     def serve(self) -> None:
         """Run stages until it is time to retire."""
-        listening = _start_thread(self._accept)
+        listening = [_start_thread(self._accept, listener) for listener in self.listeners]
         _start_thread(self._watch)
         say(f"ready for {self.place.root}, {self.place.layout}")
         while (job := self._next_job()) is not None:
@@ -72,9 +78,11 @@ class Worker:
                 self._finish(job, {"event": "failed", "message": str(reason)})
             finally:
                 with self.changed:
-                    self.running, self.active = None, time.monotonic()
+                    self.running = None
+                    self.lifetime.note_end()
                 job.is_over.set()
-        listening.join()
+        for thread in listening:
+            thread.join()
 
     def _next_job(self) -> Job | None:
         with self.changed:
@@ -90,7 +98,7 @@ class Worker:
     def _choose(self) -> Job | None:
         """The first in the queue; but a new worker serves one of its own code before it retires
         for another's, or two clients of different code could replace workers for ever."""
-        if self.num_served == 0:
+        if self.lifetime.num_served == 0:
             own = [job for job in self.queue if self._is_own(job)]
             if own or time.monotonic() - self.started < FIRST_MATCH_S:
                 return own[0] if own else None
@@ -109,8 +117,9 @@ class Worker:
         except MeshdialError as error:
             return {"event": "failed", "message": str(error)}
         job.check_alive()
-        self.num_served += 1
-        job.tell("started", pid=os.getpid(), log_size=os.path.getsize(self.place.log))
+        self.lifetime.num_served += 1
+        log_size = os.path.getsize(self.place.log) if os.path.exists(self.place.log) else 0
+        job.tell("started", pid=os.getpid(), log_size=log_size)
         os.chdir(self.place.root)
         try:
             return run_stage(job.request, Context(self.memory, job.show, job.check_alive))
@@ -125,7 +134,9 @@ class Worker:
             time.sleep(TICK_S)
             return not self.reason
 
-        is_taken = self.devices.take(wait, {"op": "yield", "workflows": list(self.workflows)})
+        is_taken = self.devices.take(
+            wait, {"op": "yield", "workflows": list(self.lifetime.workflows)}
+        )
         self.notice = ""
         return is_taken
 
@@ -144,19 +155,22 @@ class Worker:
         outcome = reply.get("traceback") or reply.get("message") or reply["event"]
         say(f"{job.request['stage']} {job.request['run']} {job.request['iteration']}: {outcome}")
 
-    # The listener's thread, and one for each connection.
-    def _accept(self) -> None:
+    # A thread for each listener, and one for each connection.
+    def _accept(self, listener: Listener) -> None:
         """Take connections until retirement, then leave the lock to a successor."""
         while not self.reason:
-            try:
-                connection, _ = self.listener.accept()
-            except TimeoutError:
-                continue
-            threading.Thread(target=self._talk, args=(Channel(connection),), daemon=True).start()
-        self.listener.close()
-        os.close(self.lock)
+            connection = listener.accept()
+            if connection is not None:
+                words = (listener, connection)
+                threading.Thread(target=self._talk, args=words, daemon=True).start()
+        listener.close()
+        if self.lock is not None:
+            os.close(self.lock)
 
-    def _talk(self, channel: Channel) -> None:
+    def _talk(self, listener: Listener, connection: socket.socket) -> None:
+        channel = listener.admit(connection)
+        if channel is None:
+            return
         try:
             message = channel.receive(SEND_S)
         except (TimeoutError, ValueError):
@@ -184,9 +198,7 @@ class Worker:
             if self.reason:
                 return False
             self.queue.append(job)
-            self.active = time.monotonic()
-            if job.workflow is not None and job.workflow not in self.workflows:
-                self.workflows.append(job.workflow)
+            self.lifetime.note_request(job.workflow)
             self.changed.notify_all()
         return True
 
@@ -202,28 +214,31 @@ class Worker:
         """To `status`, `stop`, and `yield` of a worker that wants this one's device."""
         with self.changed:
             if message["op"] == "stop":
-                self.retire("it was told to stop")
+                self._stop(is_urgent=message.get("is_urgent", False))
             elif message["op"] == "yield" and self._can_yield(message["workflows"]):
                 self.retire("another worker needs its device")
             return {
                 "event": "retiring" if self.reason else "busy",
                 **self.identity,
-                "layout": self.place.layout,
+                **self.facts,
                 "stage": self.running.request["stage"] if self.running else "",
                 "num_waiting": len(self.queue),
-                "idle_s": 0.0 if self.running else time.monotonic() - self.active,
+                "idle_s": 0.0 if self.running else self.lifetime.idle_seconds(),
                 "memory_bytes": liveness.resident_bytes(),
             }
 
     def _can_yield(self, theirs: list[dict]) -> bool:
-        """When idle: for long, or with no workflow of its own but those that wait for it."""
-        if self.running or self.queue:
-            return False
-        own = [workflow for workflow in self.workflows if liveness.is_alive(workflow)]
-        is_long_idle = time.monotonic() - self.active >= self.yield_s
-        return is_long_idle or all(workflow in theirs for workflow in own)
+        is_idle = not (self.running or self.queue)
+        return is_idle and self.lifetime.can_yield(theirs)
 
     # Retirement.
+    def _stop(self, is_urgent: bool) -> None:
+        self.retire("it was told to stop")
+        if is_urgent:
+            pool.forget(self.place)
+            say("ends at once, as it was told")
+            os._exit(1)
+
     def retire(self, reason: str) -> None:
         """Take up nothing more: the running stage is finished, the waiting ones are sent back."""
         with self.changed:
@@ -234,6 +249,8 @@ class Worker:
             self.changed.notify_all()
             if self._is_socket_own():
                 os.unlink(self.place.socket)  # so that those sent back do not come here again
+            if self.place.endpoint:
+                pool.retire(self.place)
         self.devices.announce_retirement()
         for job in waiting:
             job.tell(**self._sent_back())
@@ -243,32 +260,17 @@ class Worker:
         while True:
             time.sleep(TICK_S)
             with self.changed:
-                reason = self._reason_to_leave(time.monotonic())
+                reason = self._reason_to_leave()
                 if reason:
                     self.retire(reason)
             self._cut_off_abandoned()
 
-    def _reason_to_leave(self, now: float) -> str:
-        if not (self._is_socket_own() and self.devices.are_in_place()):
+    def _reason_to_leave(self) -> str:
+        is_found = not self.place.endpoint or os.path.exists(self.place.endpoint)
+        if not (is_found and self._is_socket_own() and self.devices.are_in_place()):
             return "its files in the runtime folder were removed"
-        self._forget_ended_workflows(now)
-        is_busy = self.running is not None and not self.running.is_gone()
-        if is_busy or self.queue:
-            return ""
-        if self.workflows_ended is not None and now - self.workflows_ended >= self.linger_s:
-            return "its workflow has ended"
-        limit = self.idle_s if self.num_served else min(self.idle_s, FIRST_REQUEST_S)
-        is_idle = self.running is None and now - self.active >= limit
-        return f"it was idle for {limit:.0f} s" if is_idle else ""
-
-    def _forget_ended_workflows(self, now: float) -> None:
-        """Note since when there has been none, if there was one."""
-        had_any = bool(self.workflows)
-        self.workflows = [workflow for workflow in self.workflows if liveness.is_alive(workflow)]
-        if self.workflows:
-            self.workflows_ended = None
-        elif had_any:
-            self.workflows_ended = now
+        is_wanted = self.running is not None and not self.running.is_gone()
+        return self.lifetime.end_reason(is_wanted or bool(self.queue), self.running is not None)
 
     def _is_socket_own(self) -> bool:
         try:
@@ -286,44 +288,47 @@ class Worker:
 
 
 def main() -> None:
-    """Serve the current directory and one layout, with a lock that the starting client took."""
+    """Serve the current directory and one layout, whose lock the starting client has taken."""
     parser = argparse.ArgumentParser(prog="python -m rl.worker", description=__doc__)
-    parser.add_argument("--lock", type=int, required=True, help="open descriptor of the lock")
-    parser.add_argument("--mesh", required=True, help="the device layout")
+    parser.add_argument("--layout", required=True, help="the mesh, or several joined by +")
+    parser.add_argument("--launcher", required=True, help="what started it: warm, shared or pool")
     parser.add_argument("--fingerprint", required=True, help="of the client that starts it")
+    parser.add_argument("--lock", type=int, help="open descriptor of the lock")
+    parser.add_argument("--peer", help="pool: the node of the client that starts it")
     arguments = parser.parse_args()
     faulthandler.enable(all_threads=False)
-    os.set_inheritable(arguments.lock, False)
+    if arguments.lock is not None:
+        os.set_inheritable(arguments.lock, False)
     sys.path.append(os.getcwd())
-    place = runtime.place_of(os.getcwd(), arguments.mesh)
     try:
-        worker = Worker(place, arguments.lock, arguments.fingerprint)
-        runtime.write_holder(arguments.lock, worker.identity)
-        runtime.configure_jax(runtime.parse_layout(arguments.mesh))
+        worker = make_worker(arguments)
     except MeshdialError as error:
         sys.exit(str(error))
     worker.serve()
+    pool.forget(worker.place)
     say(f"leaves: {worker.reason}")
     os._exit(0)  # what its stages left running must not keep the device
 
 
-def _listen(path: str) -> socket.socket:
-    """Listen at `path`; whatever lies there is a dead worker's, since this one has the lock."""
-    if os.path.exists(path):
-        os.unlink(path)
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(path)
-    listener.listen(64)
-    listener.settimeout(TICK_S)
-    return listener
+def make_worker(arguments: argparse.Namespace) -> Worker:
+    """A worker that listens; JAX has its settings."""
+    find_place = pool.place_of if arguments.peer else runtime.place_of
+    place = find_place(os.getcwd(), arguments.layout)
+    worker = Worker(place, arguments.lock, arguments.launcher, arguments.fingerprint)
+    accelerators.configure_jax(runtime.parse_process_layout(arguments.layout))
+    if arguments.peer:
+        worker.listen_to_nodes(arguments.peer)
+    else:
+        runtime.write_holder(arguments.lock, worker.identity)
+    return worker
 
 
-def _start_thread(target: Callable[[], None]) -> threading.Thread:
+def _start_thread(target: Callable[..., None], *words) -> threading.Thread:
     """A thread without which the worker is of no use: if it breaks, the process ends."""
 
     def work() -> None:
         try:
-            target()
+            target(*words)
         except BaseException:
             traceback.print_exc()
             os._exit(1)

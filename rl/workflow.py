@@ -14,7 +14,7 @@ def enter_workflow() -> None:
     """Stages run with this Python, and do not publish for this process once it has died."""
     own_folder = str(Path(sys.executable).parent)
     os.environ["PATH"] = os.pathsep.join([own_folder, os.environ.get("PATH", "")])
-    os.environ["MESHDIAL_PARENT_PID"] = str(os.getpid())
+    os.environ["MESHDIAL_PARENT_PID"] = f"{os.getpid()}@{os.uname().nodename}"
 
 
 def take_run_lock(folder: Path) -> None:

@@ -36,6 +36,30 @@ def test_request_holds_what_the_command_line_says():
     assert (request["run"], request["iteration"]) == ("sums", 12)
     assert request["cwd"] == os.path.realpath(os.getcwd())
     assert request["client"]["pid"] == os.getpid()
+    assert (request["layout"], request["mesh"]) == ("all:devices=1", "all")
+
+
+MESHES = "train:devices=4,fsdp=4+decode:devices=2,first=4,tensor=2"
+
+
+@pytest.mark.parametrize(
+    ("launcher", "mesh", "layout", "name"),
+    [
+        (
+            "warm",
+            "decode:devices=2,first=4,tensor=2",
+            "decode:devices=2,first=4,tensor=2",
+            "decode",
+        ),
+        ("pool", "train:devices=4,fsdp=4", "train:devices=4,fsdp=4", "train"),
+        ("cold", "host:devices=0", "host:devices=0", "host"),
+        ("shared", "decode:devices=2,first=4,tensor=2", MESHES, "decode"),
+        ("shared", "host:devices=0", MESHES, "train"),
+    ],
+)
+def test_a_launcher_chooses_the_process_and_keeps_the_mesh(launcher, mesh, layout, name):
+    request = request_of("stub", "--launcher", launcher, "--mesh", mesh, "--meshes", MESHES)
+    assert (request["layout"], request["mesh"]) == (layout, name)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +70,10 @@ def test_request_holds_what_the_command_line_says():
         (["--cost", "rows=many"], "--cost rows=many, expected a number"),
         (["--config", "{"], "--config is not JSON"),
         (["--mesh", "all"], "layout 'all', expected NAME:devices=N"),
+        (
+            ["--launcher", "shared", "--mesh", "b:devices=1", "--meshes", "a:devices=1"],
+            "--mesh b:devices=1 is none of --meshes a:devices=1",
+        ),
     ],
 )
 def test_bad_arguments_are_told_in_one_sentence(words, sentence):

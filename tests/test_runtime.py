@@ -115,30 +115,6 @@ def test_a_holder_that_makes_no_sense_is_nobody(folder):
         assert runtime.read_holder(path) is None
 
 
-@pytest.mark.parametrize(
-    ("platforms", "visible", "names"),
-    [
-        ("cpu", "0,1", ["cpu"]),
-        ("cuda,cpu", "2,0", ["gpu-0", "gpu-2"]),
-        ("cuda", "", ["cpu"]),
-        ("cuda", "-1", ["cpu"]),
-        ("cuda", None, ["gpu-0", "gpu-1", "gpu-3"]),
-        ("cuda", "GPU-8932f937", ["gpu-0", "gpu-1", "gpu-3"]),
-        ("", "1", ["gpu-1"]),
-        ("tpu", None, ["tpu"]),
-    ],
-)
-def test_every_device_has_a_lock(folder, monkeypatch, platforms, visible, names):
-    monkeypatch.setenv("JAX_PLATFORMS", platforms)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    monkeypatch.setattr(runtime, "_gpu_numbers", lambda: [0, 1, 3])
-    node = os.uname().nodename
-    expected = [str(folder / f"device-{node}-{name}.lock") for name in names]
-    assert runtime.device_locks() == expected
-
-
 def test_fingerprint_follows_code_layout_and_jax_settings(tmp_path, monkeypatch):
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "a.py").write_text("x = 1\n")
@@ -155,34 +131,52 @@ def test_fingerprint_follows_code_layout_and_jax_settings(tmp_path, monkeypatch)
     assert runtime.fingerprint("all:devices=1") != first
 
 
+def sizes(text):
+    return dict(runtime.parse_layout(text).axes)
+
+
 def test_layouts():
-    assert runtime.parse_layout("all:devices=1") == ("all", 1, ())
-    layout = runtime.parse_layout("train:devices=4,fsdp=2,tensor=2")
-    assert layout == runtime.Layout("train", 4, (("fsdp", 2), ("tensor", 2)))
-    for text in ("all", "all:", "all:devices=0", "all:devices=1,", ":devices=1", "a b:devices=1"):
-        with pytest.raises(MeshdialError, match="expected NAME:devices=N"):
-            runtime.parse_layout(text)
-
-
-def test_jax_reads_the_settings(tmp_path):
-    code = (
-        "from rl import runtime; runtime.configure_jax(runtime.parse_layout('all:devices=2'));"
-        "import jax; c = jax.config; print(c.jax_compilation_cache_dir,"
-        "c.jax_persistent_cache_min_compile_time_secs, jax.device_count())"
+    assert runtime.parse_layout("all:devices=1") == (
+        *("all", 1, 0),
+        (("data", 1), ("fsdp", 1), ("tensor", 1)),
     )
-    environment = {
-        name: value for name, value in os.environ.items() if name[:4] not in ("JAX_", "XLA_")
-    }
-    environment |= {"XDG_CACHE_HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}
-    run = subprocess.run([sys.executable, "-c", code], env=environment, text=True, stdout=-1)
-    cache, seconds, count = run.stdout.split()
-    assert cache.startswith(str(tmp_path / "meshdial" / "xla") + "/")
-    assert (seconds, count) == ("0.2", "2")
+    layout = runtime.parse_layout("decode:devices=4,first=8,data=2,tensor=2")
+    assert (layout.name, layout.num_devices, layout.first) == ("decode", 4, 8)
+    assert dict(layout.axes) == {"data": 2, "fsdp": 1, "tensor": 2}
+    assert sizes("train:devices=4") == {"data": 1, "fsdp": 4, "tensor": 1}
+    host = runtime.parse_layout("host:devices=0")
+    assert (host.is_host, layout.is_host) == (True, False)
 
 
-def test_jax_must_not_be_imported_before():
-    with pytest.raises(RuntimeError, match="before jax is imported"):
-        runtime.configure_jax()
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("all", "all:", "all:devices=0", "all:devices=1,", ":devices=1", "a b:devices=1"),
+        *("all:first=1", "host:devices=0,first=1", "all:devices=01", "all:devices=2,model=2"),
+        *("all:devices=1,devices=1", "a+b:devices=1", "all:devices=-1", "all:devices=1\n"),
+    ],
+)
+def test_what_is_no_layout(text):
+    with pytest.raises(MeshdialError, match="expected NAME:devices=N"):
+        runtime.parse_layout(text)
+
+
+def test_axes_multiply_to_the_devices():
+    with pytest.raises(MeshdialError, match="has axes for 2 devices, not 4"):
+        runtime.parse_layout("train:devices=4,fsdp=2")
+
+
+def test_layouts_of_a_process():
+    train, decode = "train:devices=4,fsdp=4", "decode:devices=2,first=4,tensor=2"
+    found = runtime.parse_process_layout(f"{train}+{decode}")
+    assert found == (runtime.parse_layout(train), runtime.parse_layout(decode))
+    for text, sentence in (
+        (f"{train}+{train}", "has a mesh twice"),
+        (f"{train}+decode:devices=2,first=3", "has a device in two meshes"),
+        (f"{train}+host:devices=0", "expected host:devices=0 to stand alone"),
+    ):
+        with pytest.raises(MeshdialError, match=sentence):
+            runtime.parse_process_layout(text)
 
 
 @pytest.mark.parametrize("text", ["soon", "-1", "nan"])
@@ -218,8 +212,20 @@ def test_the_workflow_is_named_by_the_environment(monkeypatch):
     with pytest.raises(ClientGone):
         liveness.watch(workflow | {"start": 0})()
     monkeypatch.setenv("MESHDIAL_PARENT_PID", "mother")
-    with pytest.raises(MeshdialError, match="expected the number of a process"):
+    with pytest.raises(MeshdialError, match="expected PID or PID@HOST"):
         liveness.find_workflow()
+
+
+def test_a_process_of_another_host_is_not_judged(monkeypatch):
+    """Its number means nothing here, where another process may have it, or none."""
+    host = os.uname().nodename
+    monkeypatch.setenv("MESHDIAL_PARENT_PID", f"{os.getpid()}@{host}")
+    assert liveness.find_workflow() == liveness.identify(os.getpid())
+    monkeypatch.setenv("MESHDIAL_PARENT_PID", f"{os.getpid()}@{host}x")
+    assert liveness.find_workflow() is None
+    own = liveness.identify(os.getpid())
+    assert not liveness.is_alive(own | {"start": 0})
+    assert liveness.is_alive(own | {"start": 0, "host": host + "x"})
 
 
 def test_a_listener_with_too_many_callers_is_no_error(folder):

@@ -80,7 +80,7 @@ def test_second_folder_waits_for_the_device_and_gets_it(field, tmp_path):
     )
     holder = field.until_noted("first")
     second = field.start(["note", "second"], ["say", "done"], root=other)
-    running = f"waiting for device {os.uname().nodename}-cpu: the worker of {field.root}"
+    running = f"waiting for device {os.uname().nodename}-cpu-0: the worker of {field.root}"
     assert second.stdout.readline() == f"{running} (process {holder}) runs stub\n"
     (field.root / "go").touch()
     assert field.finish(first)[0] == 0
@@ -109,7 +109,48 @@ def test_layouts_of_one_workflow_hand_the_device_over_at_once(field):
     begin = time.monotonic()
     assert field.call(["note", "other"], options=["--mesh", "b:devices=1"], **parent)[0] == 0
     assert time.monotonic() - begin < 15  # an idle worker of another workflow leaves after 20
-    assert [worker["layout"] for worker in field.workers()] == ["b:devices=1"]
+    assert [worker["meshes"] for worker in field.workers()] == [["b"]]
+
+
+def test_meshes_of_one_dial_run_side_by_side(field):
+    """Each has devices of its own, and the host needs none."""
+    train = field.start(
+        *(["note", "train"], ["wait_for", "go"]), options=["--mesh", "train:devices=2"]
+    )
+    field.until_noted("train")
+    for mesh in ("decode:devices=2,first=2", "host:devices=0"):
+        assert field.call(["note", mesh], options=["--mesh", mesh])[0] == 0
+    (field.root / "go").touch()
+    assert field.finish(train)[0] == 0
+    devices = {tuple(worker["meshes"]): worker["devices"] for worker in field.workers()}
+    assert devices == {
+        ("train",): ["cpu-0", "cpu-1"],
+        ("decode",): ["cpu-2", "cpu-3"],
+        ("host",): [],
+    }
+
+
+def test_meshes_that_share_a_device_take_turns(field):
+    first = field.start(
+        *(["note", "train"], ["wait_for", "go"]), options=["--mesh", "train:devices=2"]
+    )
+    field.until_noted("train")
+    second = field.start(["note", "b"], options=["--mesh", "b:devices=2,first=1"])
+    assert "-cpu-1: the worker of" in second.stdout.readline()
+    (field.root / "go").touch()
+    assert field.finish(first)[0] == field.finish(second)[0] == 0
+    assert [text for _, text in field.notes()] == ["train", "b"]
+
+
+def test_one_worker_has_all_meshes_where_they_are_shared(field):
+    meshes = "train:devices=2+decode:devices=1,first=2"
+    for mesh in (*meshes.split("+"), "host:devices=0"):
+        options = ["--mesh", mesh, "--meshes", meshes]
+        assert field.call(["note", mesh], launcher="shared", options=options)[0] == 0
+    (worker,) = field.workers()
+    assert {pid for pid, _ in field.notes()} == {worker["pid"]}
+    assert (worker["launcher"], worker["meshes"]) == ("shared", ["train", "decode"])
+    assert worker["devices"] == ["cpu-0", "cpu-1", "cpu-2"]
 
 
 def test_a_killed_holder_frees_the_device(field, tmp_path):
@@ -216,11 +257,13 @@ def test_status_and_stop(field, capsys, monkeypatch):
     worker = field.until_noted("in")
     cli.main(["worker", "status"])
     header, line = capsys.readouterr().out.splitlines()
-    assert header.split() == ["PID", "STAGE", "IDLE", "MEMORY", "LAYOUT", "FOLDER"]
-    pid, stage, idle, _, memory, unit, layout, folder = line.split()
+    titles = ["PID", "STAGE", "IDLE", "MEMORY", "LAUNCHER", "MESHES", "DEVICES", "FOLDER"]
+    assert header.split() == titles
+    pid, stage, idle, _, memory, unit, launcher, meshes, devices, folder = line.split()
     assert (pid, stage, idle, unit) == (str(worker), "update_actor", "0", "MiB")
     assert 5 < int(memory) < 500
-    assert (layout, folder) == ("all:devices=1", str(field.root))
+    assert (launcher, meshes, devices) == ("warm", "all", "cpu-0")
+    assert folder == str(field.root)
     cli.main(["worker", "stop"])
     assert "no worker runs for" in capsys.readouterr().out
     monkeypatch.chdir(field.root)

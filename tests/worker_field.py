@@ -73,7 +73,7 @@ class Field:
         return self.until(lambda: [pid for pid, said in self.notes(root) if said == text])[-1]
 
     def workers(self):
-        return cli.answers("status")
+        return cli.find_workers()
 
     def close(self):
         for process in self.processes:
