@@ -2,7 +2,7 @@
 
 from snakemake.utils import min_version
 
-min_version("9.5")
+min_version("9.27")
 
 if not workflow.config_settings.configfiles:
 
@@ -14,6 +14,7 @@ report: "workflow/report/workflow.rst"
 
 include: "workflow/rules/common.smk"
 include: "workflow/rules/paths.smk"
+include: "workflow/rules/meshes.smk"
 include: "workflow/rules/targets.smk"
 include: "workflow/rules/policy.smk"
 include: "workflow/rules/experience.smk"

@@ -1,4 +1,9 @@
-"""Which iterations evaluate their policy, and which policy versions stay on disk."""
+"""Which policy an iteration samples with, which it evaluates, and which versions stay on disk."""
+
+
+def behaviour_version(lag: int, iteration: int) -> int:
+    """The version of the policy that iteration n samples with: n - 1 - lag, and at first 0."""
+    return max(0, iteration - 1 - lag)
 
 
 def is_evaluated(every: int, iteration: int, iterations: int) -> bool:
@@ -14,3 +19,9 @@ def is_kept(keep: int | str, version: int, iterations: int) -> bool:
     if keep == "all" or version in (0, iterations):
         return True
     return keep != "last" and version % keep == 0
+
+
+def are_weights_kept(keep: int | str, version: int, iterations: int, lag: int) -> bool:
+    """As `is_kept`, for what is sampled from: with a lag, raising the iterations later reads the
+    weights of the last versions before the last too."""
+    return version >= iterations - lag or is_kept(keep, version, iterations)

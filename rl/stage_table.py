@@ -23,11 +23,11 @@ SAMPLING = tuple(
 )
 
 STAGES = {
-    "init_policy": StageSpec(1, ("model",)),
+    "init_policy": StageSpec(2, ("model",)),
     "prepare_prompts": StageSpec(1, ("task",)),
-    "warm_start": StageSpec(1, ("warm_start", "rollout.max_tokens")),
+    "warm_start": StageSpec(2, ("warm_start", "rollout.max_tokens")),
     "start_policy": StageSpec(1, ("seed", "lora", "optimizer.name")),
-    "sync_weights": StageSpec(1, ("lora", "rollout.dtype")),
+    "sync_weights": StageSpec(2, ("lora", "rollout.dtype")),
     "generate_rollouts": StageSpec(
         1, ("seed", "lora", "rollout.prompts_per_iteration", "rollout.group_size", *SAMPLING)
     ),
@@ -42,10 +42,10 @@ STAGES = {
         (
             *("lora", "rollout.temperature", "rollout.max_tokens", "learner.updates_per_batch"),
             *("algorithm.clip_low", "algorithm.clip_high", "algorithm.aggregation", "algorithm.kl"),
-            "optimizer",
+            *("optimizer", "lag", "algorithm.off_policy"),
         ),
     ),
-    "check_iteration": StageSpec(1, ()),
+    "check_iteration": StageSpec(1, ("lag",)),
     "evaluate_policy": StageSpec(
         1,
         (
@@ -59,6 +59,7 @@ STAGES = {
         1,
         (
             *("iterations", "evaluation.every", "metrics", "seed", "model", "lora", "task"),
+            "lag",
             *("rollout.prompts_per_iteration", "rollout.group_size", *SAMPLING),
             *("reward.functions", "algorithm", "optimizer", "learner.updates_per_batch"),
         ),

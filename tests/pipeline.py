@@ -4,6 +4,7 @@ from pathlib import Path
 
 from rl.config import complete
 from rl.context import Context
+from rl.schedule import behaviour_version
 from rl.stage_table import stage_config
 from rl.stages import run
 
@@ -36,6 +37,7 @@ class Pipeline:
         self.config = complete(merged(TINY, settings))
         self.said: list[str] = []
         self.memory: dict = {}
+        self.layout = "all:devices=1"
 
     def path(self, *parts: str) -> Path:
         return self.folder.joinpath(*parts)
@@ -50,6 +52,7 @@ class Pipeline:
             "outputs": {key: str(self.path(path)) for key, path in outputs},
             "cost": {"max_rows": 64, "micro_batch_size": 16, **self.config["checks"]},
             "timings": str(self.path("timings", f"{name}-{iteration}.json")),
+            "layout": self.layout,
         }
         run(request, Context(self.memory, self.said.append, lambda: None))
 
@@ -67,7 +70,8 @@ class Pipeline:
 
     def sample(self, n: int) -> None:
         """Rollouts, rewards, log-probabilities and advantages of iteration n."""
-        weights, rollouts = f"{n - 1}/weights", ("rollouts", f"{n}/rollouts.parquet")
+        behaviour = behaviour_version(self.config["lag"], n)
+        weights, rollouts = f"{behaviour}/weights", ("rollouts", f"{n}/rollouts.parquet")
         inputs = [("weights", weights), ("base", "base"), ("prompts", "train.parquet")]
         self.stage("generate_rollouts", n, inputs, [rollouts])
         rewards = ("rewards", f"{n}/rewards.parquet")
@@ -75,7 +79,7 @@ class Pipeline:
         if self.config["algorithm"]["kl"]["coefficient"]:
             outputs = [("reference", f"{n}/reference.parquet")]
             self.stage("reference_logprobs", n, [rollouts, ("base", "base")], outputs)
-        if self.config["learner"]["updates_per_batch"] > 1:
+        if self.config["learner"]["updates_per_batch"] > 1 or self.config["lag"]:
             inputs = [rollouts, ("policy", f"{n - 1}/policy"), ("base", "base")]
             outputs = [("policy_logprobs", f"{n}/policy_logprobs.parquet")]
             self.stage("policy_logprobs", n, inputs, outputs)

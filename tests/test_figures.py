@@ -1,5 +1,6 @@
 """What the figures show, that they repeat byte for byte, and that every caption renders."""
 
+import json
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from docutils.core import publish_parts
 from rl.artifacts import SCHEMAS, Publisher, make_table
 from rl.report.figures import FIGURES, figure_svg, write_figures
 from rl.report.style import COLORS, house_style
+from rl.report.timeline import Span, collect_spans, last_iterations, timeline_lines, without_pauses
 
 CAPTIONS = Path(__file__).parents[1] / "workflow" / "report"
 
@@ -54,8 +56,18 @@ TIMINGS = tidy(
 )
 
 
-def table_for(name):
-    return TIMINGS if FIGURES[name].from_timings else METRICS
+SPANS = [
+    Span("decode", "generate_rollouts", 1, 1000.0, 6.0),
+    Span("train", "update_actor", 1, 1006.5, 8.0),
+    Span("decode", "generate_rollouts", 2, 1007.0, 6.0),
+    Span("host", "check_iteration", 1, 1014.5, 0.1),
+    Span("train", "update_actor", 2, 1500.0, 8.0),  # the run was resumed
+]
+SOURCES = {"metrics": METRICS, "timings": TIMINGS, "spans": SPANS}
+
+
+def source_for(name):
+    return SOURCES[FIGURES[name].source]
 
 
 def test_learning_curve_shows_accuracy_with_its_interval_and_reward():
@@ -101,7 +113,7 @@ def test_stages_beyond_the_colours_are_one_bar():
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_a_run_without_the_numbers_gets_a_figure_that_says_so(name):
-    for panel in draw(name, EMPTY).axes:
+    for panel in draw(name, [] if FIGURES[name].source == "spans" else EMPTY).axes:
         assert [text.get_text()[-1] for text in panel.texts] == ["."]
         assert not panel.lines
 
@@ -113,14 +125,14 @@ def test_kl_says_that_there_is_no_term():
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_figures_repeat_byte_for_byte_whatever_the_reader_configured(name):
-    first = figure_svg(name, table_for(name))
+    first = figure_svg(name, source_for(name))
     with matplotlib.rc_context({"font.size": 31, "axes.grid": False, "svg.fonttype": "none"}):
-        assert figure_svg(name, table_for(name)) == first
+        assert figure_svg(name, source_for(name)) == first
 
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_figures_carry_a_title_and_nothing_of_the_machine(name):
-    svg = figure_svg(name, table_for(name))
+    svg = figure_svg(name, source_for(name))
     root = ElementTree.fromstring(svg)
     assert root.find("{http://www.w3.org/2000/svg}title").text == FIGURES[name].title
     assert b"<dc:date>" not in svg
@@ -129,11 +141,77 @@ def test_figures_carry_a_title_and_nothing_of_the_machine(name):
     assert len(svg) < 100_000
 
 
-def test_write_figures_picks_the_right_table(tmp_path):
-    paths = {name: tmp_path / f"{name}.svg" for name in ("kl", "stage_seconds")}
-    write_figures(Publisher(), paths, METRICS, TIMINGS)
-    assert paths["kl"].read_bytes() == figure_svg("kl", METRICS)
-    assert paths["stage_seconds"].read_bytes() == figure_svg("stage_seconds", TIMINGS)
+def test_write_figures_picks_the_right_source(tmp_path):
+    sources = {"kl": METRICS, "stage_seconds": TIMINGS, "stage_timeline": SPANS}
+    paths = {name: tmp_path / f"{name}.svg" for name in sources}
+    write_figures(Publisher(), paths, SOURCES)
+    for name, source in sources.items():
+        assert paths[name].read_bytes() == figure_svg(name, source)
+
+
+def test_drift_and_staleness_are_told_apart():
+    rows = [(1, "update_actor", "logprob_drift_mean", 1e-6)]
+    rows += [(2, "update_actor", "logprob_staleness_mean", 0.02)]
+    (panel,) = draw("logprob_drift", tidy(rows)).axes
+    lines = {line.get_label(): line.get_xydata().tolist() for line in panel.lines}
+    assert lines == {"mean": [[1, 1e-6]], "mean, of an older policy": [[2, 0.02]]}
+
+
+def test_the_timeline_has_a_lane_for_each_mesh_and_cuts_pauses_out():
+    (panel,) = draw("stage_timeline", SPANS).axes
+    assert [label.get_text() for label in panel.get_yticklabels()] == ["decode", "train", "host"]
+    bars = {
+        container.get_label(): [
+            (round(bar.get_x(), 6), round(bar.get_width(), 6), round(bar.get_y() + 0.35))
+            for bar in container
+        ]
+        for container in panel.containers
+    }
+    assert bars == {
+        "update_actor": [(6.5, 8.0, 1), (14.6, 8.0, 1)],
+        "generate_rollouts": [(0.0, 6.0, 0), (7.0, 6.0, 0)],
+        "check_iteration": [(14.5, 0.1, 2)],
+    }
+    assert sorted(text.get_text() for text in panel.texts) == ["1", "1", "2", "2"]
+
+
+def test_a_wait_of_less_than_a_minute_stays_and_a_stage_that_runs_is_no_pause():
+    spans = [Span("a", "x", 1, 5.0, 100.0), Span("a", "y", 1, 150.0, 1.0)]
+    assert [span.started for span in without_pauses(spans)] == [0.0, 145.0]
+    spans = [Span("a", "x", 1, 5.0, 100.0), Span("b", "z", 1, 10.0, 1.0)]
+    spans += [Span("a", "y", 1, 105.0, 1.0), Span("a", "y", 2, 206.0, 1.0)]
+    assert [span.started for span in without_pauses(spans)] == [0.0, 5.0, 100.0, 101.0]
+
+
+def test_the_timeline_shows_the_last_iterations():
+    spans = [Span("a", "x", n, float(n), 1.0) for n in range(20)]
+    assert [span.iteration for span in last_iterations(spans)] == list(range(12, 20))
+
+
+def test_a_timeline_as_text():
+    assert timeline_lines(SPANS[:4], width=20) == [
+        "decode |gggggggggggggggggg..|",
+        "host   |...................c|",
+        "train  |........uuuuuuuuuuuu|",
+        "        one column is 0.73 s; c check_iteration, g generate_rollouts, u update_actor",
+    ]
+    assert timeline_lines([]) == []
+
+
+def test_spans_come_from_the_timings_that_say_when_they_began(tmp_path):
+    timings = {
+        "update_actor": {"started": 7.5, "seconds": 2, "mesh": "train"},
+        "generate_rollouts": {"started": 3, "seconds": 4.5, "mesh": ""},
+        "score_rewards": {"seconds": 1.0},
+    }
+    for stage, found in timings.items():
+        (tmp_path / f"{stage}.json").write_text(json.dumps(found))
+    stages = (*timings, "policy_logprobs")
+    paths = {stage: tmp_path / f"{stage}.json" for stage in stages}
+    assert collect_spans({3: paths}) == [
+        Span("all", "generate_rollouts", 3, 3.0, 4.5),
+        Span("train", "update_actor", 3, 7.5, 2.0),
+    ]
 
 
 def test_every_figure_has_a_caption():

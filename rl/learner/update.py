@@ -243,10 +243,7 @@ def _forward(spec, trainable, frozen, rows: MicroBatch, num_shared: int):
 
 def _zeros(trainable: Parameters) -> Parameters:
     """Where the gradient adds up: float32 whatever the parameters are, and laid out like them."""
-    return {
-        name: jnp.zeros(value.shape, jnp.float32, device=value.sharding)
-        for name, value in trainable.items()
-    }
+    return {name: jnp.zeros_like(value, jnp.float32) for name, value in trainable.items()}
 
 
 def _needed(batch: UpdateBatch, config: LossConfig) -> np.ndarray:

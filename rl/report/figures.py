@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -22,6 +23,7 @@ from rl.report.style import (
     say_empty,
     svg_bytes,
 )
+from rl.report.timeline import draw_timeline
 
 MAX_MARKERS = 40  # above this many points, markers hide the line
 NUM_STAGES_SHOWN = len(COLORS)
@@ -29,31 +31,33 @@ NUM_STAGES_SHOWN = len(COLORS)
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure: its title, and the function from a metrics table to a picture.
+    """A figure: its title, and the function from `source` to a picture.
 
-    `from_timings` says that it draws the timings table instead, so its content is not repeatable.
+    The source is the metrics table, or the timings table or the spans of a timeline, whose content
+    is not repeatable.
     """
 
     title: str
-    draw: Callable[[pa.Table], Figure]
-    from_timings: bool = False
+    draw: Callable[[Any], Figure]
+    source: str = "metrics"
 
 
-def figure_svg(name: str, table: pa.Table) -> bytes:
+def figure_svg(name: str, source: Any) -> bytes:
     """One figure of `FIGURES` as SVG. A run without the numbers for it gets a figure saying so."""
     drawing = FIGURES[name]
     with house_style():
-        figure = drawing.draw(table)
+        figure = drawing.draw(source)
     return svg_bytes(figure, drawing.title)
 
 
 def write_figures(
-    publisher: Publisher, paths: Mapping[str, Path], metrics: pa.Table, timings: pa.Table
+    publisher: Publisher, paths: Mapping[str, Path], sources: Mapping[str, Any]
 ) -> None:
-    """Write each figure that `paths` names (a key of `FIGURES`) to its file."""
+    """Write each figure that `paths` names (a key of `FIGURES`) to its file; `sources` holds what
+    they draw, by the name of the source."""
     for name, path in paths.items():
         with publisher.file(path) as draft:
-            draft.write_bytes(figure_svg(name, timings if FIGURES[name].from_timings else metrics))
+            draft.write_bytes(figure_svg(name, sources[FIGURES[name].source]))
 
 
 def draw_line(panel: Axes, iterations: np.ndarray, values: np.ndarray, index: int, **kwargs):
@@ -152,7 +156,15 @@ def _logprob_drift(metrics: pa.Table) -> Figure:
     figure, (panel,) = new_figure(1, height=2.9)
     panel.set_title("Rollout against trainer: difference in log-probability")
     panel.set_ylabel("Nats per token")
-    names, labels = ["logprob_drift_max", "logprob_drift_mean"], ["largest", "mean"]
+    lines = {
+        "logprob_drift_max": "largest",
+        "logprob_drift_mean": "mean",
+        "logprob_staleness_max": "largest, of an older policy",
+        "logprob_staleness_mean": "mean, of an older policy",
+    }
+    known = set(pc.unique(metrics["name"]).to_pylist())
+    names = [name for name in lines if name in known]
+    labels = [lines[name] for name in names]
     if not _draw_or_say(panel, metrics, "update_actor", names, "No updates yet.", 1, labels):
         return figure
     # Down to zero, which a logarithmic axis cannot show: linear below float32's own rounding.
@@ -224,5 +236,6 @@ FIGURES = {
     "entropy": Drawing("Policy entropy", _entropy),
     "completion_length": Drawing("Completion length", _completion_length),
     "logprob_drift": Drawing("Log-probability drift", _logprob_drift),
-    "stage_seconds": Drawing("Seconds by stage", _stage_seconds, from_timings=True),
+    "stage_seconds": Drawing("Seconds by stage", _stage_seconds, source="timings"),
+    "stage_timeline": Drawing("Timeline of the stages", draw_timeline, source="spans"),
 }

@@ -20,7 +20,8 @@ def summary_lines(
 
     `metrics` and `timings` are tables of `rl.report.metrics`; `curve` is the learning curve's file.
     """
-    lines = [*_accuracy_lines(metrics), *_reward_lines(metrics), *_time_lines(timings)]
+    lines = [*_accuracy_lines(metrics), *_reward_lines(metrics), *_off_policy_lines(metrics)]
+    lines += _time_lines(timings)
     return lines + ([_line("Learning curve", str(curve))] if curve else [])
 
 
@@ -70,6 +71,17 @@ def _reward_lines(metrics: pa.Table) -> list[str]:
         _line("Training reward", f"{rewards[0]:.3f} -> {rewards[-1]:.3f} over {count}"),
         _line("", f"{sparkline(rewards, low, high)}  ({low:.3f} to {high:.3f})"),
     ]
+
+
+def _off_policy_lines(metrics: pa.Table) -> list[str]:
+    """How much of stale rollouts counts; nothing for a run that is on-policy."""
+    iterations, effective = series(metrics, "update_actor", "off_policy_ess")
+    if len(iterations) == 0:
+        return []
+    _, truncated = series(metrics, "update_actor", "off_policy_truncated")
+    size = f"{effective.mean():.1%} of the batch (least {effective.min():.1%})"
+    text = f"effective sample size {size}, {truncated.mean():.2%} truncated"
+    return [_line("Off-policy weights", text)]
 
 
 def _time_lines(timings: pa.Table | None) -> list[str]:

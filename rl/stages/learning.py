@@ -21,8 +21,8 @@ from rl.artifacts import (
 from rl.context import Context
 from rl.errors import MeshdialError
 from rl.learner import LossConfig, OptimizerConfig, UpdateBatch, update
-from rl.schedule import behaviour_version
 from rl.memory import memory_of
+from rl.schedule import behaviour_version
 from rl.stages.policy import publish_policy
 from rl.stages.request import Request
 from rl.stages.tokens import lists, update_batch

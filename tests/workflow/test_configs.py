@@ -43,7 +43,10 @@ def test_the_default_config_is_addition(tmp_path):
         ({"iteratons": 3}, "unknown key iteratons; did you mean iterations?"),
         ({"rollout": {"group_size": 1}}, "rollout.group_size is 1, expected at least 2"),
         ({"learner": {"updates_per_batch": 3}}, "learner.updates_per_batch = 3 does not divide"),
-        ({"cluster": {"meshes": {"all": {"devices": 4}}}}, "cluster.meshes.all.devices is 4"),
+        (
+            {"cluster": {"meshes": {"all": {"devices": 4, "axes": {"fsdp": 2}}}}},
+            "cluster.meshes.all has devices: 4",
+        ),
         (
             {"reward": {"functions": [{"function": "exact"}]}},
             "reward.functions.0.function is 'exact'",

@@ -8,6 +8,7 @@ completions part only where a random number fell on a boundary.
 import json
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import yaml
 from safetensors.numpy import load_file
@@ -135,7 +136,8 @@ def test_a_completion_that_parts_for_no_reason_is_found(run_with):
     index = table.schema.get_field_index("completion_tokens")
     tokens = table["completion_tokens"].to_pylist()
     tokens[5][0] += 1
-    altered = table.set_column(index, table.schema.field(index), [tokens])
+    field = table.schema.field(index)
+    altered = table.set_column(index, field, pa.array(tokens, field.type))
     ((sample, position, distance),) = unexplained(table, altered, **facts_of(place, 1))
     assert (sample, position) == (table["sample_id"][5].as_py(), 0)
     assert distance > 1e-5

@@ -11,11 +11,11 @@ from rl.config import expand as expand_runs
 from rl.config import leaves
 from rl.config import sweep_name
 from rl.errors import MeshdialError
-from rl.mesh import layout
+from rl.mesh import HOST, ROLES, layout, layouts, pool, process_layout, roles_on_meshes
 from rl.models.folder import model_files
 from rl.report.sinks import check_sink
 from rl.rewards.functions import module_file, parse_functions
-from rl.schedule import is_evaluated, is_kept
+from rl.schedule import are_weights_kept, behaviour_version, is_evaluated, is_kept
 from rl.stage_table import stage_config
 from rl.tasks import task_files
 from rl.workflow import enter_workflow
@@ -59,7 +59,7 @@ def shared_stage(name, inputs="", outputs="", costs=""):
     """The command of a stage; the names of its inputs, outputs and costs are those of the rule."""
     return (
         f"python -m rl.client {name} --launcher {{resources.launcher}} --mesh {{resources.mesh}}"
-        " --config {params.config:q}"
+        " --meshes {resources.meshes} --config {params.config:q}"
         + "".join(f" --input {key}={{input.{key}:q}}" for key in inputs.split())
         + "".join(f" --output {key}={{output.{key}:q}}" for key in outputs.split())
         + "".join(f" --cost {key}={{resources.{key}}}" for key in costs.split())
@@ -91,25 +91,33 @@ def slice_of(name):
     )
 
 
-def mesh_of(role):
-    """The mesh of `role`, which the dial chooses."""
-    return lambda wildcards: layout(run_of(wildcards)["cluster"], role)
-
-
-def cost(key, block):
+# Text, since Snakemake scales a number down in silence to a limit of the same name.
+def cost(key, block, choose=run_of):
     """A setting that changes cost alone, so that it is no reason to run a stage again."""
-    return lambda wildcards: as_resource(run_of(wildcards)[block][key])
+    return lambda wildcards: str(choose(wildcards)[block][key])
 
 
 def last_iteration(wildcards):
     """For the progress line alone, and therefore a resource."""
-    return run_of(wildcards)["iterations"]
-
-
-def as_resource(value):
-    return str(value) if isinstance(value, float) else value
+    return str(run_of(wildcards)["iterations"])
 
 
 def run_priority(wildcards):
-    """The runs of a batch go depth first: an early run is finished before a late one goes on."""
-    return len(RUNS) - RUN_ORDER.index(wildcards.run)
+    """The runs of a batch go depth first: an early run is finished before a late one goes on.
+
+    So do the iterations of a run, several of which a lag allows to sample at once.
+    """
+    return priority_at(wildcards.run, int(getattr(wildcards, "iteration", 0)))
+
+
+def evaluation_priority(wildcards):
+    """Where rollouts have a mesh to themselves, updates wait for them and not for an evaluation:
+    it comes behind the rollouts that sample from the same version."""
+    run, version = run_of(wildcards), int(wildcards.iteration)
+    if len(layouts(run)) == 1:
+        return run_priority(wildcards)
+    return priority_at(wildcards.run, version + 1 + run["lag"]) - 1
+
+
+def priority_at(name, iteration):
+    return 100_000 * (len(RUNS) - RUN_ORDER.index(name)) - 2 * iteration

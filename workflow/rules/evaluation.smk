@@ -13,14 +13,12 @@ rule evaluate_base:
     log:
         text="results/shared/logs/evaluate_policy-{evaluation}.log",
         timings="results/shared/timings/evaluate_policy-{evaluation}.json",
-    priority: 1_000_000
+    priority: 1_000_000_000
     conda:
         "../envs/meshdial.yaml"
     resources:
-        mesh=shared_mesh("rollout", EVALUATIONS, "evaluation"),
-        max_rows=lambda wildcards: EVALUATIONS[wildcards.evaluation]["rollout"][
-            "max_rows"
-        ],
+        **on_mesh("rollout", one_of(EVALUATIONS, "evaluation")),
+        max_rows=cost("max_rows", "rollout", one_of(EVALUATIONS, "evaluation")),
     params:
         config=shared_slice("evaluate_policy", EVALUATIONS, "evaluation"),
     shell:
@@ -43,11 +41,11 @@ rule evaluate_policy:
     log:
         text="results/{run}/{iteration}/logs/evaluate_policy.log",
         timings="results/{run}/{iteration}/timings/evaluate_policy.json",
-    priority: run_priority
+    priority: evaluation_priority
     conda:
         "../envs/meshdial.yaml"
     resources:
-        mesh=mesh_of("rollout"),
+        **on_mesh("rollout"),
         last=last_iteration,
         max_rows=cost("max_rows", "rollout"),
     params:

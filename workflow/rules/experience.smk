@@ -12,10 +12,11 @@ rule prepare_prompts:
         timings="results/shared/timings/prepare_prompts-{prompts}.json",
     wildcard_constraints:
         prompts=any_of(PROMPTS),
+    localrule: True
     conda:
         "../envs/meshdial.yaml"
     resources:
-        mesh=shared_mesh("rollout", PROMPTS, "prompts"),
+        **on_host(one_of(PROMPTS, "prompts")),
     params:
         config=shared_slice("prepare_prompts", PROMPTS, "prompts"),
     shell:
@@ -27,7 +28,7 @@ rule prepare_prompts:
 
 rule generate_rollouts:
     input:
-        weights=before("results/{run}/{iteration}/weights"),
+        weights=lagging("results/{run}/{iteration}/weights"),
         base=base_of,
         prompts=train_prompts_of,
     output:
@@ -39,7 +40,7 @@ rule generate_rollouts:
     conda:
         "../envs/meshdial.yaml"
     resources:
-        mesh=mesh_of("rollout"),
+        **on_mesh("rollout"),
         last=last_iteration,
         max_rows=cost("max_rows", "rollout"),
     params:
@@ -63,10 +64,11 @@ rule score_rewards:
         text="results/{run}/{iteration}/logs/score_rewards.log",
         timings="results/{run}/{iteration}/timings/score_rewards.json",
     priority: run_priority
+    localrule: True
     conda:
         "../envs/meshdial.yaml"
     resources:
-        mesh=mesh_of("reward"),
+        **on_host(),
         last=last_iteration,
     params:
         config=slice_of("score_rewards"),
@@ -91,7 +93,7 @@ rule reference_logprobs:
     conda:
         "../envs/meshdial.yaml"
     resources:
-        mesh=mesh_of("reference"),
+        **on_mesh("reference"),
         last=last_iteration,
         micro_batch_size=cost("micro_batch_size", "learner"),
     params:
@@ -119,7 +121,7 @@ rule policy_logprobs:
     conda:
         "../envs/meshdial.yaml"
     resources:
-        mesh=mesh_of("actor"),
+        **on_mesh("actor"),
         last=last_iteration,
         micro_batch_size=cost("micro_batch_size", "learner"),
     params:
@@ -143,10 +145,11 @@ rule estimate_advantages:
         text="results/{run}/{iteration}/logs/estimate_advantages.log",
         timings="results/{run}/{iteration}/timings/estimate_advantages.json",
     priority: run_priority
+    localrule: True
     conda:
         "../envs/meshdial.yaml"
     resources:
-        mesh=mesh_of("actor"),
+        **on_host(),
         last=last_iteration,
     params:
         config=slice_of("estimate_advantages"),

@@ -10,13 +10,33 @@ CHATTER = ("job_started", "job_finished", "progress")
 
 def is_worth_showing(record):
     """Each stage says itself when it is done or why it failed, so the scheduler need not."""
-    text, event = record.getMessage(), getattr(record, "event", None)
+    event = str(getattr(record, "event", None))
+    if event in ("job_finished", "job_error"):
+        tell_from_elsewhere(record, event)
+        event = str(record.event)
+    text = record.getMessage()
     is_failed_stage = "CalledProcessError" in text and "rl.client" in text
     return (
-        str(event) not in CHATTER
+        event not in CHATTER
         and not text.startswith("Select jobs")
         and not is_failed_stage
     )
+
+
+def tell_from_elsewhere(record, event):
+    """Of a stage that ran as a job of its own, where nobody saw its lines, show them here."""
+    if workflow.local_exec or not workflow.is_main_process:
+        return
+    jobid = record.job_id if event == "job_finished" else record.jobid
+    job = next(job for job in workflow.dag.jobs if workflow.dag.jobid(job) == jobid)
+    if job.is_local:
+        return
+    log = Path(job.log.text)
+    lines = log.read_text().splitlines() if log.exists() else []
+    if event == "job_error":
+        lines = [f"{record.rule_name}: {record.rule_msg}", *lines[-1:]]
+        lines.append(f"more in {', '.join(record.log)}")
+    record.msg, record.event = "\n".join(lines), None
 
 
 if not workflow.dryrun:

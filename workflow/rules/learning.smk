@@ -23,7 +23,7 @@ rule update_actor:
     conda:
         "../envs/meshdial.yaml"
     resources:
-        mesh=mesh_of("actor"),
+        **on_mesh("actor"),
         last=last_iteration,
         micro_batch_size=cost("micro_batch_size", "learner"),
     params:
@@ -42,7 +42,7 @@ use rule update_actor as update_actor_kept with:
         policy=directory("results/{run}/{iteration}/policy"),
         figures="results/{run}/{iteration}/update.json",
     wildcard_constraints:
-        run=kept_versions(),
+        run=run_at(kept_policies),
         iteration="(?!0000)[0-9]{4}",
 
 
@@ -66,10 +66,11 @@ rule check_iteration:
         text="results/{run}/{iteration}/logs/check_iteration.log",
         timings="results/{run}/{iteration}/timings/check_iteration.json",
     priority: run_priority
+    localrule: True
     conda:
         "../envs/meshdial.yaml"
     resources:
-        mesh=mesh_of("actor"),
+        **on_host(),
         last=last_iteration,
         # A bound is no reason to make again what has passed its check.
         max_logprob_drift=cost("max_logprob_drift", "checks"),

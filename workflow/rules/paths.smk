@@ -56,12 +56,13 @@ def shared_slice(name, runs, wildcard):
     return choose
 
 
-def first_mesh(role):
-    return layout(next(iter(RUNS.values()))["cluster"], role)
+def one_of(runs, wildcard):
+    """The run that makes what several share."""
+    return lambda wildcards: runs[wildcards[wildcard]]
 
 
-def shared_mesh(role, runs, wildcard):
-    return lambda wildcards: layout(runs[wildcards[wildcard]]["cluster"], role)
+def first_run(wildcards):
+    return next(iter(RUNS.values()))
 
 
 def any_of(names):
@@ -127,6 +128,17 @@ def before(path):
     )
 
 
+def lagging(path):
+    """`path` of the policy version that the job's iteration samples with."""
+
+    def choose(wildcards):
+        lag = run_of(wildcards)["lag"]
+        version = behaviour_version(lag, int(wildcards.iteration))
+        return path.format(run=wildcards.run, iteration=f"{version:04d}")
+
+    return choose
+
+
 def where(is_needed, path):
     """`path` of the job's own iteration, where the run needs it at all."""
 
@@ -144,25 +156,31 @@ def passed_checks(wildcards):
 
 
 def has_reference(run):
-    return run["algorithm"]["kl"]["coefficient"] > 0
+    return "reference" in roles_on_meshes(run)
 
 
 def has_policy_logprobs(run):
-    """Whether the update's anchor differs from the policy at its start."""
+    """Whether the policy at the update's start is not the one that sampled, or does not stay."""
     is_cast = run["rollout"]["dtype"] not in ("same", run["model"]["dtype"])
-    return run["learner"]["updates_per_batch"] > 1 or is_cast
+    return run["learner"]["updates_per_batch"] > 1 or is_cast or run["lag"] > 0
 
 
-def kept_versions_of(run):
+def kept_policies(run):
     """The policy versions that stay on disk once their readers are done."""
     last = run["iterations"]
     return [f"{n:04d}" for n in range(last + 1) if is_kept(run["keep"], n, last)]
 
 
-def kept_versions():
-    """Matches a run's name only in front of a version that the run keeps."""
+def kept_weights(run):
+    """As `kept_policies`, for the versions whose weights stay."""
+    keep, last, lag = run["keep"], run["iterations"], run["lag"]
+    return [f"{n:04d}" for n in range(last + 1) if are_weights_kept(keep, n, last, lag)]
+
+
+def run_at(versions_of):
+    """Matches a run's name only in front of a version that `versions_of` finds for the run."""
     folders = [
-        f"{re.escape(name)}/(?:{any_of(kept_versions_of(run))})"
+        f"{re.escape(name)}/(?:{any_of(versions_of(run))})"
         for name, run in RUNS.items()
     ]
     return f"(?=(?:{'|'.join(folders)})/)(?:{any_of(RUNS)})"

@@ -11,10 +11,11 @@ rule init_policy:
         timings="results/shared/timings/init_policy-{model}.json",
     wildcard_constraints:
         model=any_of(MODELS),
+    localrule: True
     conda:
         "../envs/meshdial.yaml"
     resources:
-        mesh=shared_mesh("actor", MODELS, "model"),
+        **on_host(one_of(MODELS, "model")),
     params:
         config=shared_slice("init_policy", MODELS, "model"),
     shell:
@@ -38,7 +39,7 @@ rule warm_start:
     conda:
         "../envs/meshdial.yaml"
     resources:
-        mesh=shared_mesh("actor", WARM, "model"),
+        **on_mesh("actor", one_of(WARM, "model")),
     params:
         config=shared_slice("warm_start", WARM, "model"),
     shell:
@@ -63,7 +64,7 @@ rule start_policy:
     conda:
         "../envs/meshdial.yaml"
     resources:
-        mesh=mesh_of("actor"),
+        **on_mesh("actor"),
         last=last_iteration,
     params:
         config=slice_of("start_policy"),
@@ -86,10 +87,11 @@ rule sync_weights:
         text="results/{run}/{iteration}/logs/sync_weights.log",
         timings="results/{run}/{iteration}/timings/sync_weights.json",
     priority: run_priority
+    localrule: True
     conda:
         "../envs/meshdial.yaml"
     resources:
-        mesh=mesh_of("actor"),
+        **for_export(),
         last=last_iteration,
     params:
         config=slice_of("sync_weights"),
@@ -106,14 +108,16 @@ use rule start_policy as start_policy_kept with:
         policy=directory("results/{run}/{iteration}/policy"),
     wildcard_constraints:
         iteration="0000",
-        run=kept_versions(),
+        run=run_at(kept_policies),
 
 
 use rule sync_weights as sync_weights_kept with:
     output:
         weights=directory("results/{run}/{iteration}/weights"),
     wildcard_constraints:
-        run=kept_versions(),
+        run=run_at(kept_weights),
+    # Not taken over from the rule that this one is made from.
+    localrule: True
 
 
 ruleorder: start_policy_kept > start_policy

@@ -14,14 +14,16 @@ rule report_run:
         completion_length=figure("completion_length"),
         logprob_drift=figure("logprob_drift"),
         stage_seconds=figure("stage_seconds"),
+        stage_timeline=figure("stage_timeline"),
     log:
         text="results/{run}/logs/report_run.log",
         timings="results/{run}/timings/report_run.json",
     priority: run_priority
+    localrule: True
     conda:
         "../envs/meshdial.yaml"
     resources:
-        mesh=mesh_of("actor"),
+        **on_host(),
     params:
         config=slice_of("report_run"),
     shell:
@@ -57,10 +59,11 @@ rule compare_runs:
         timings="results/comparisons/{sweep}/timings/compare_runs.json",
     wildcard_constraints:
         sweep=any_of([SWEEP]),
+    localrule: True
     conda:
         "../envs/meshdial.yaml"
     resources:
-        mesh=first_mesh("actor"),
+        **on_host(first_run),
     params:
         config=comparison_config,
     shell:

@@ -18,12 +18,9 @@ def tables_of(name, run):
 
 
 def versions_of(name, run):
-    """The policy versions that a run keeps, and their weights."""
-    for version in kept_versions_of(run):
-        yield from (
-            f"results/{name}/{version}/policy",
-            f"results/{name}/{version}/weights",
-        )
+    """The policy versions that a run keeps, and the weights."""
+    yield from (f"results/{name}/{n}/policy" for n in kept_policies(run))
+    yield from (f"results/{name}/{n}/weights" for n in kept_weights(run))
 
 
 def all_targets(wildcards):
@@ -65,7 +62,7 @@ def figure(name):
     )
 
 
-FIGURES = "learning_curve reward_spread kl entropy completion_length logprob_drift stage_seconds"
+FIGURES = "learning_curve reward_spread kl entropy completion_length logprob_drift stage_seconds stage_timeline"
 
 
 def in_iterations(name, path):
