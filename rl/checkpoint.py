@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
+from rl import group
 from rl.artifacts import MANIFEST, Publisher, content_id, json_content_id, read_json, write_json
 from rl.errors import MeshdialError
 from rl.models.spec import ModelSpec, Parameters
@@ -157,8 +158,10 @@ def _write_arrays(path: Path, trees: dict) -> None:
     handler = ocp.PyTreeCheckpointHandler(use_compression=False)
     with ocp.Checkpointer(handler) as checkpointer:
         checkpointer.save(path.absolute(), args=ocp.args.PyTreeSave(jax.tree.map(_viewed, trees)))
-    for name in _FACTS_OF_THE_WRITER:
-        (path / name).unlink(missing_ok=True)
+    if group.is_first():
+        for name in _FACTS_OF_THE_WRITER:
+            (path / name).unlink(missing_ok=True)
+    group.barrier("arrays are written")
 
 
 def _viewed(array: Any) -> Any:
@@ -169,13 +172,14 @@ def _viewed(array: Any) -> Any:
 
 
 def _checksums(arrays: Path) -> dict[str, str]:
-    """{file below `arrays`: SHA-256 of its bytes in hex}."""
+    """{file below `arrays`: SHA-256 of its bytes in hex}; a group's processes share the work."""
+    files = sorted(file for file in arrays.rglob("*") if file.is_file())
     sums = {}
-    for file in sorted(file for file in arrays.rglob("*") if file.is_file()):
+    for file in files[group.rank() :: group.size()]:
         with open(file, "rb") as opened:
             digest = hashlib.file_digest(opened, "sha256")
         sums[file.relative_to(arrays).as_posix()] = digest.hexdigest()
-    return sums
+    return dict(sorted(pair for found in group.gather(sums) for pair in found.items()))
 
 
 def _check_files(path: Path) -> None:

@@ -24,9 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rl.errors import MeshdialError
 from rl.mesh import check_sizes
 from rl.models.spec import ModelConfig
-from rl.runtime import Layout
-
-AXES = ("data", "fsdp", "tensor")
+from rl.runtime import AXES, Layout
 
 RULES = {
     "rows": ("data", "fsdp"),
@@ -84,9 +82,7 @@ def device_mesh(layouts: Sequence[Layout], name: str) -> Mesh:
             f"mesh {name} wants devices {start} to {start + wanted - 1} of its process, which has "
             f"{len(jax.devices())} ({jax.devices()[0].platform})"
         )
-    sizes = dict(chosen.axes) or {"fsdp": wanted}
-    shape = [sizes.get(axis, 1) for axis in AXES]
-    return Mesh(np.array(devices).reshape(shape), AXES)
+    return Mesh(np.array(devices).reshape([size for _, size in chosen.axes]), AXES)
 
 
 def check_model_fits(axes: Mapping[str, int], config: ModelConfig, where: str) -> None:

@@ -6,7 +6,7 @@ a folder states by content id, on the mesh that it runs on:
     alias      the process holds these very arrays there: nothing moves
     cast       it holds them there in another dtype
     reshard    it holds them on another mesh: cast first, then they move between devices
-    load       they are read from the folder, each device its own slices, and every block is verified
+    load       they are read from the folder, each device its own slices, every block verified
 
 An update takes a policy out of memory, since it overwrites its arrays, and puts the next one in.
 """
@@ -217,8 +217,8 @@ def synced(
     manifest = read_manifest(folder)
     identity, source_id = manifest["content_id"], manifest["source_content_id"]
     here, read, source = name_of(current()), 0, "file"
-    parameters = memory.get("parameters", identity, here)
-    held = parameters or memory.get("parameters", source_id, here)
+    known = memory.get("parameters", identity, here)
+    held = known or memory.get("parameters", source_id, here)
     if held is None:
         held = memory.elsewhere("parameters", identity) or memory.elsewhere("parameters", source_id)
     if held is not None:
@@ -227,7 +227,8 @@ def synced(
         loaded = load_weights(folder, spec, _shardings(spec), base_content_id=base_content_id)
         outcome, parameters, read = "load", loaded.parameters, loaded.bytes_read
         received = {name: _device_bytes(value) for name, value in parameters.items()}
-    memory.put(parameters, "parameters", identity, here)
+    if parameters is not known:
+        memory.put(parameters, "parameters", identity, here)
     jax.block_until_ready(parameters)
     return parameters, {
         "outcome": outcome,
@@ -249,7 +250,8 @@ def _moved(held: Parameters, spec: ModelSpec) -> tuple[str, Parameters, dict[str
     parameters = cast(held, spec.dtype)  # before they travel
     is_same = all(parameters[name] is held[name] for name in held)
     if source == name_of(current()):
-        return "alias" if is_same else "cast", parameters, dict.fromkeys(held, 0), source
+        outcome, parameters = ("alias", held) if is_same else ("cast", parameters)
+        return outcome, parameters, dict.fromkeys(held, 0), source
     moved = jax.device_put(parameters, _shardings(spec))
     received = {name: _received(parameters[name], moved[name]) for name in moved}
     return "reshard", moved, received, source

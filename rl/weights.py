@@ -6,44 +6,47 @@
     config.json ...          without LoRA: a Hugging Face model folder with its tokenizer
     model.safetensors
 
-The content id and the block hashes are those of the parameters in memory, by our names and with
-kernels as [in, out]: what a process holds and what a file says are the same where the ids are.
+The content id and the block hashes are those of the tensors in the file, by their names there and
+with kernels as [out, in], so that a block is one range of its bytes. Whatever mesh wrote a folder,
+any mesh reads it, and reads what its devices need.
 """
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import jax
 
+from rl import group
 from rl.artifacts import (
     MANIFEST,
     Publisher,
     artifact_id,
     content_id,
-    described,
-    host_array,
     id_of_blocks,
     read_json,
     write_json,
 )
+from rl.block_reader import Loaded, Wanted, read_tensors
+from rl.block_writer import Stored, write_tensors
 from rl.errors import MeshdialError
 from rl.models.families import (
+    ADAPTER_FILE,
     TOKEN_ID_KEYS,
-    hf_name,
+    WEIGHTS_FILE,
     is_transposed,
-    peft_name,
+    model_config,
     read_config,
     read_tokenizer_files,
-    transposed,
+    stored_name,
     weight_dtype,
-    write_model,
+    write_model_files,
 )
-from rl.models.safetensors_file import LazyTensor, read_safetensors, write_safetensors
+from rl.models.safetensors_file import read_header
 from rl.models.spec import ModelSpec
 from rl.models.transformer import parameter_shapes, trainable_names
 
-FORMAT = 1
+FORMAT = 2
 _MANIFEST_KEYS = ("version", "parent", "content_id", "source_content_id", "dtype", "tensors")
 
 
@@ -62,25 +65,22 @@ def export_weights(
 ) -> dict:
     """Writes the folder in `spec.dtype` and returns its manifest.
 
-    `trainable` are NumPy or JAX arrays by our names, cast here where they have another dtype.
-    `base` is the folder of the model they belong to, `base_path` what an adapter says of where
-    that is. `source_content_id` is that of the parameters before any cast (computed if not given).
-    One tensor at a time is copied to the host. The same parameters give the same bytes.
+    `trainable` are NumPy or JAX arrays by our names, sharded in any way, cast here where they have
+    another dtype. `base` is the folder of the model they belong to, `base_path` what an adapter
+    says of where that is. `source_content_id` is that of the parameters in memory before any cast
+    (computed if not given). A few blocks at a time are copied to the host; with several processes,
+    each writes some. The same parameters give the same bytes.
     """
-    tensors = {name: _cast(trainable[name], spec.dtype) for name in trainable_names(spec)}
-    manifest = {
-        **(manifest_extra or {}),
-        **_described_weights(spec, tensors),
-        "version": version,
-        "parent": parent,
-        "source_content_id": source_content_id or content_id(trainable),
-        "base_content_id": artifact_id(base),
-    }
     with publisher.directory(path) as folder:
-        if spec.lora:
-            _write_adapter(folder, spec, tensors, base_path)
-        else:
-            _write_full(folder, spec, tensors, Path(base))
+        tensors = _write_folder(folder, spec, trainable, Path(base), base_path)
+        manifest = {
+            **(manifest_extra or {}),
+            **_described_weights(spec, tensors),
+            "version": version,
+            "parent": parent,
+            "source_content_id": source_content_id or content_id(trainable),
+            "base_content_id": artifact_id(base),
+        }
         write_json(Publisher(), folder / MANIFEST, manifest)
     return manifest
 
@@ -102,53 +102,84 @@ def read_manifest(path: str | Path) -> dict:
 def load_weights(
     path: str | Path,
     spec: ModelSpec,
+    shardings: Mapping[str, jax.sharding.Sharding],
     *,
     version: int | None = None,
     base_content_id: str | None = None,
-) -> dict[str, np.ndarray]:
-    """The parameters of an export by our names, in its dtype, each block checked against its hash.
+) -> Loaded:
+    """The parameters of an export by our names, in its dtype, sharded as `shardings` says by name.
 
-    MeshdialError, in one sentence, if the export is of another model or adapter than `spec`'s, of
-    another `version` or base than those given, or if a tensor is missing, misshapen or damaged.
+    Of the file, the blocks that this process's devices need are read, each checked against its
+    hash. MeshdialError, in one sentence, if the export is of another model or adapter than
+    `spec`'s, of another `version` or base than those given, or if a tensor is missing, misshapen
+    or damaged.
     """
     path = Path(path)
     manifest = read_manifest(path)
     _check_identity(path, manifest, version, base_content_id)
     _check_model(path, manifest, spec)
-    names = trainable_names(spec)
-    _check_tensors_listed(path, manifest, {name: parameter_shapes(spec)[name] for name in names})
-    file = path / ("adapter_model.safetensors" if spec.lora else "model.safetensors")
-    if not file.is_file():
-        raise MeshdialError(f"{file} is missing")
-    stored, stored_name = read_safetensors(file), peft_name if spec.lora else hf_name
-    surplus = sorted(stored.keys() - {stored_name(name) for name in names})
+    names = {stored_name(name): name for name in trainable_names(spec)}
+    file = path / (ADAPTER_FILE if spec.lora else WEIGHTS_FILE)
+    surplus = sorted(read_header(file).keys() - names.keys())
     if surplus:
         raise MeshdialError(f"{file} has a tensor {surplus[0]}, which its manifest does not list")
-    return {
-        name: _verified(file, stored_name(name), is_transposed(name), stored, entry)
-        for name, entry in sorted(manifest["tensors"].items())
+    return _loaded(file, spec, names, manifest, "content_id", manifest["dtype"], shardings)
+
+
+def load_model(
+    folder: str | Path,
+    manifest: Mapping[str, Any],
+    dtype: str,
+    shardings: Mapping[str, jax.sharding.Sharding],
+) -> Loaded:
+    """All parameters of a model folder by our names, cast to `dtype`, sharded as `shardings` says.
+
+    `manifest` is that of the folder: it lists the blocks, and each that is read must match. What
+    else is wrong is a MeshdialError as for `load_weights`.
+    """
+    folder = Path(folder)
+    for key in ("tensors", "parameters_content_id"):
+        if key not in manifest:
+            raise MeshdialError(f"{folder / MANIFEST} has no key {key}")
+    spec = ModelSpec(model_config(read_config(folder), folder / "config.json"))
+    names = {stored_name(name): name for name in trainable_names(spec)}
+    key = "parameters_content_id"
+    return _loaded(folder / WEIGHTS_FILE, spec, names, manifest, key, dtype, shardings)
+
+
+def _loaded(
+    file: Path,
+    spec: ModelSpec,
+    names: Mapping[str, str],
+    manifest: Mapping[str, Any],
+    identity_key: str,
+    dtype: str,
+    shardings: Mapping[str, jax.sharding.Sharding],
+) -> Loaded:
+    """The tensors that `names` gives our names to, as the manifest lists them."""
+    shapes = parameter_shapes(spec)
+    stored = {
+        name: shapes[ours][::-1] if is_transposed(ours) else shapes[ours]
+        for name, ours in names.items()
     }
+    _check_tensors_listed(file.parent / MANIFEST, manifest, identity_key, stored)
+    wanted = {
+        ours: Wanted(name, is_transposed(ours), shardings[ours], weight_dtype(dtype))
+        for name, ours in sorted(names.items())
+    }
+    return read_tensors(file, manifest["tensors"], wanted)
 
 
-def _cast(array: Any, dtype: str) -> LazyTensor:
-    """The array on the host in that dtype, made when asked for and not kept."""
-    wanted = weight_dtype(dtype)
-    return LazyTensor(
-        tuple(array.shape), wanted, lambda: host_array(array).astype(wanted, copy=False)
-    )
-
-
-def _described_weights(spec: ModelSpec, tensors: Mapping[str, LazyTensor]) -> dict:
+def _described_weights(spec: ModelSpec, tensors: Mapping[str, dict]) -> dict:
     """What the manifest says of the weights themselves."""
-    described_tensors = {name: described(np.asarray(tensor)) for name, tensor in tensors.items()}
     return {
         "kind": "weights",
         "format": FORMAT,
-        "content_id": id_of_blocks(described_tensors),
+        "content_id": id_of_blocks(tensors),
         "dtype": spec.dtype,
         "model": spec.config.to_hf(),
         "lora": _lora_record(spec),
-        "tensors": described_tensors,
+        "tensors": tensors,
     }
 
 
@@ -162,21 +193,34 @@ def _lora_record(spec: ModelSpec) -> dict | None:
     }
 
 
-def _write_full(
-    folder: Path, spec: ModelSpec, tensors: Mapping[str, LazyTensor], base: Path
-) -> None:
-    """A whole model, with the base's tokenizer."""
-    values = read_config(base)
-    token_ids = {key: values.get(key) for key in TOKEN_ID_KEYS}
-    files = read_tokenizer_files(base)
-    write_model(folder, spec.config, tensors, files, spec.dtype, token_ids)
+def _write_folder(
+    folder: Path, spec: ModelSpec, trainable: Mapping[str, Any], base: Path, base_path: str
+) -> dict[str, dict]:
+    """A model with the base's tokenizer, or an adapter; returns what its tensors' blocks are."""
+    if spec.lora:
+        write_json(Publisher(), folder / "adapter_config.json", _adapter_config(spec, base_path))
+        file = folder / ADAPTER_FILE
+    else:
+        if group.is_first():
+            token_ids = {key: read_config(base).get(key) for key in TOKEN_ID_KEYS}
+            files = read_tokenizer_files(base)
+            write_model_files(folder, spec.config, files, spec.dtype, token_ids)
+        file = folder / WEIGHTS_FILE
+    return write_parameters(file, {n: trainable[n] for n in trainable_names(spec)}, spec.dtype)
 
 
-def _write_adapter(
-    folder: Path, spec: ModelSpec, tensors: Mapping[str, LazyTensor], base_path: str
-) -> None:
-    """An adapter as PEFT's `save_pretrained` writes it."""
-    config = {
+def write_parameters(file: Path, parameters: Mapping[str, Any], dtype: str) -> dict[str, dict]:
+    """Writes parameters (by our names, cast to `dtype`) under their stored names, and returns
+    {dtype, shape, blocks} of each tensor by its stored name."""
+    stored = {
+        stored_name(name): Stored(array, is_transposed(name)) for name, array in parameters.items()
+    }
+    return write_tensors(file, stored, weight_dtype(dtype))
+
+
+def _adapter_config(spec: ModelSpec, base_path: str) -> dict:
+    """As PEFT's `save_pretrained` writes it."""
+    return {
         "base_model_name_or_path": base_path,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -190,10 +234,6 @@ def _write_adapter(
         "task_type": "CAUSAL_LM",
         "use_rslora": False,
     }
-    write_json(Publisher(), folder / "adapter_config.json", config)
-    stored = {peft_name(name): transposed(tensor) for name, tensor in tensors.items()}
-    file = folder / "adapter_model.safetensors"
-    write_safetensors(file, stored, weight_dtype(spec.dtype))
 
 
 def _check_identity(path: Path, manifest: dict, version: int | None, base: str | None) -> None:
@@ -220,11 +260,13 @@ def _check_model(path: Path, manifest: dict, spec: ModelSpec) -> None:
         )
 
 
-def _check_tensors_listed(path: Path, manifest: dict, shapes: Mapping[str, tuple]) -> None:
+def _check_tensors_listed(
+    where: Path, manifest: Mapping[str, Any], key: str, shapes: Mapping[str, tuple]
+) -> None:
     """The manifest lists the tensors of this model, and its content id is that of its list."""
-    where, tensors = path / MANIFEST, manifest["tensors"]
+    tensors = manifest["tensors"]
     try:
-        is_consistent = id_of_blocks(tensors) == manifest["content_id"]
+        is_consistent = id_of_blocks(tensors) == manifest[key]
     except (KeyError, TypeError, AttributeError):
         is_consistent = False
     if not is_consistent:
@@ -234,25 +276,3 @@ def _check_tensors_listed(path: Path, manifest: dict, shapes: Mapping[str, tuple
         wanted = list(shapes[name]) if name in shapes else None
         if found != wanted:
             raise MeshdialError(f"{where}: {name} has shape {found}, expected {wanted}")
-
-
-def _verified(
-    file: Path, name: str, is_stored_transposed: bool, stored: Mapping, entry: Mapping
-) -> np.ndarray:
-    """A tensor's own copy of its values, which are those that the manifest was written for."""
-    if name not in stored:
-        raise MeshdialError(f"{file} has no tensor {name}")
-    tensor = transposed(stored[name]) if is_stored_transposed else stored[name]
-    array = np.array(tensor, order="C")
-    found = described(array)
-    for key in ("dtype", "shape"):
-        if found[key] != entry[key]:
-            raise MeshdialError(
-                f"{file}: tensor {name} has {key} {found[key]}, its manifest says {entry[key]}"
-            )
-    for number, (one, other) in enumerate(zip(found["blocks"], entry["blocks"], strict=True)):
-        if one != other:
-            raise MeshdialError(
-                f"{file} is damaged: block {number} of tensor {name} does not match its hash"
-            )
-    return array

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from itertools import pairwise
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pyarrow as pa
@@ -16,6 +17,8 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from rl.artifacts import (
     SCHEMAS,
@@ -37,6 +40,8 @@ from rl.artifacts import (
     write_table,
 )
 from rl.artifacts.content import BLOCK_BYTES, block_bounds
+from rl.artifacts.gathering import summed
+from rl.artifacts.shards import Blocked, each_block
 from rl.errors import ClientGone, MeshdialError
 
 PROVENANCE = {
@@ -137,22 +142,50 @@ def test_an_array_of_python_objects_has_no_id():
         content_id({"x": np.array(["a", None], object)})
 
 
-def test_a_sharded_array_has_the_id_of_the_whole():
-    code = """
-import jax, numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from rl.artifacts import content_id
-whole = np.random.default_rng(1).normal(size=(1500, 1024)).astype(np.float32)
-mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("a", "b"))
-for spec in (P("a", "b"), P("b"), P(None, "a"), P()):
-    sharded = jax.device_put(whole, NamedSharding(mesh, spec))
-    assert len(sharded.devices()) == 4
-    assert content_id({"x": sharded}) == content_id({"x": whole})
-    small = jax.device_put(whole[:4, :4], NamedSharding(mesh, spec))
-    assert content_id({"x": small}) == content_id({"x": whole[:4, :4]})
-"""
-    result = python(code, XLA_FLAGS="--xla_force_host_platform_device_count=4")
-    assert result.returncode == 0, result.stderr
+MESH = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"))
+SPECS = [P("a", "b"), P("b"), P(None, "a"), P(("b", "a")), P(None, ("a", "b")), P()]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_a_sharded_array_has_the_id_of_the_whole(spec):
+    whole = np.random.default_rng(1).normal(size=(1500, 1024)).astype(np.float32)
+    for part in (whole, whole[:4, :4]):
+        sharded = jax.device_put(part, NamedSharding(MESH, spec))
+        assert len(sharded.devices()) == 4
+        assert content_id({"x": sharded}) == content_id({"x": part})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool"])
+@pytest.mark.parametrize("spec", SPECS[:-1], ids=str)
+def test_the_devices_put_any_block_together_to_the_bit(spec, dtype):
+    bits = np.random.default_rng(2).integers(0, 256, (12, 8, jnp.dtype(dtype).itemsize), np.uint8)
+    bits = bits % 2 if dtype == "bool" else bits  # negative zeros and NaNs among the floats
+    whole = bits.view(jnp.dtype(dtype))[..., 0]
+    array = jax.device_put(whole, NamedSharding(MESH, spec))
+    for axis, num_rows in ((0, 1), (0, 5), (0, 12), (1, 3), (1, 8)):
+        program = summed(array.sharding, 2, axis, num_rows)
+        for start in range(whole.shape[axis] - num_rows + 1):
+            found = np.asarray(program(array, np.int32(start)))
+            expected = whole.take(range(start, start + num_rows), axis)
+            assert found.tobytes() == expected.tobytes(), (axis, num_rows, start)
+
+
+def test_an_error_on_one_block_is_told_when_all_have_been_through():
+    blocks = {name: Blocked(np.zeros(9), 0, [(0, 3), (3, 6), (6, 9)]) for name in "ab"}
+    done = []
+
+    def work(name, number, block):
+        assert block.shape == (3,)
+        if (name, number) == ("a", 1):
+            raise MeshdialError("the second of a")
+        done.append((name, number))
+        return number
+
+    with pytest.raises(MeshdialError, match="the second of a"):
+        each_block(blocks, work)
+    assert ("a", 0) in done
+    results = each_block({"b": blocks["b"], "none": Blocked(np.zeros(0), 0, [])}, work)
+    assert results == {"b": {0: 0, 1: 1, 2: 2}, "none": {}}
 
 
 def test_artifacts_need_no_jax():

@@ -3,13 +3,14 @@
 import json
 import os
 import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from rl.artifacts import Publisher, artifact_id, content_id, write_json
 from rl.checkpoint import abstract_trainable, restore_policy, save_policy
@@ -124,37 +125,31 @@ def test_nothing_in_the_folder_says_when_or_where_it_was_written(policy):
             assert str(path.parent).encode() not in content, file
 
 
-def test_a_policy_restores_to_another_layout(policy):
-    path, trainable, _ = policy
-    code = """
-import sys
-import jax, numpy as np, optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-sys.path.insert(0, sys.argv[2])
-from test_checkpoint import OPTIMIZER, parameters
-from rl.artifacts import Publisher, artifact_id, content_id
-from rl.checkpoint import restore_policy, save_policy
-mesh = Mesh(np.array(jax.devices()), ("fsdp",))
-plain = jax.eval_shape(lambda: (t := parameters(), OPTIMIZER.init(t)))
-def place(leaf):
-    spec = P("fsdp") if leaf.ndim and leaf.shape[0] % 2 == 0 else P()
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
-restored = restore_policy(sys.argv[1], *jax.tree.map(place, plain))
-kernel = restored[0]["layers.0.mlp.up_proj.kernel"]
-assert {shard.data.shape for shard in kernel.addressable_shards} == {(3, 4)}
-save_policy(Publisher(), sys.argv[1] + "2", *restored)
-assert artifact_id(sys.argv[1] + "2") == artifact_id(sys.argv[1])
-"""
-    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    result = subprocess.run(
-        [sys.executable, "-c", code, str(path), os.path.dirname(__file__)],
-        env=environment,
-        capture_output=True,
-        text=True,
+@pytest.mark.parametrize("there, here", [(1, 4), (4, 1), (4, 2), (2, 4)])
+def test_a_policy_restores_to_another_mesh(policy, tmp_path, there, here):
+    path, trainable, state = policy
+    save_policy(Publisher(), tmp_path / "there", *on_devices(there, (trainable, state)), {})
+    placed = on_devices(here, (trainable, state))
+    abstract = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), placed
     )
-    assert result.returncode == 0, result.stderr
-    restored, _, _ = restore_policy(f"{path}2", trainable, OPTIMIZER.init(trainable))
-    assert_same(restored, trainable)
+    *restored, _ = restore_policy(tmp_path / "there", *abstract)
+    assert_same(tuple(restored), (trainable, state))
+    kernel = restored[0]["layers.0.mlp.up_proj.kernel"]
+    assert {shard.data.shape for shard in kernel.addressable_shards} == {(6, 4 // here)}
+    save_policy(Publisher(), tmp_path / "again", *restored, {"version": 2})
+    assert artifact_id(tmp_path / "again") == artifact_id(path)
+
+
+def on_devices(number, tree):
+    """Every array of the tree over so many devices, by its last axis where that can be."""
+    mesh = Mesh(np.array(jax.devices()[:number]), ("fsdp",))
+
+    def place(leaf):
+        is_divided = leaf.ndim == 2 and leaf.shape[1] % number == 0
+        return jax.device_put(leaf, NamedSharding(mesh, P(None, "fsdp") if is_divided else P()))
+
+    return jax.tree.map(place, tree)
 
 
 def test_other_arrays_than_expected_are_refused(policy):

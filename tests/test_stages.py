@@ -431,7 +431,7 @@ def test_a_damaged_base_is_named(copied):
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    with pytest.raises(MeshdialError, match="base/model.safetensors is damaged: block 0 of tensor model.norm.weight"):
+    with pytest.raises(MeshdialError, match=r"model\.safetensors is damaged: block 0 of tensor"):
         copied.learn(1)
 
 

@@ -1,22 +1,34 @@
 """Exports of a policy version: same bytes, same ids, and refused when they are not right."""
 
+import errno
 import hashlib
 import json
+import os
+import shutil
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
-from rl.artifacts import Publisher, artifact_id, content_id, write_json
+from rl.artifacts import (
+    Publisher,
+    artifact_id,
+    content_id,
+    described,
+    id_of_blocks,
+    write_json,
+)
 from rl.errors import MeshdialError
-from rl.models.families import read_model, write_model
+from rl.models.families import is_transposed, read_model, stored_name, write_model
 from rl.models.safetensors_file import read_safetensors, write_safetensors
 from rl.models.sources import open_model
 from rl.models.spec import LoraConfig, ModelConfig, ModelSpec
 from rl.models.transformer import init_lora, init_parameters, merge_lora, trainable_names
-from rl.weights import export_weights, load_weights, read_manifest
+from rl.stages.base import identity_of
+from rl.weights import export_weights, load_model, load_weights, read_manifest
 
 CONFIG = ModelConfig(
     vocab_size=40,
@@ -57,13 +69,19 @@ def export(path, base, spec=LORA, trainable=None, **changes):
     return export_weights(Publisher(), path, spec, trainable, **(arguments | changes))
 
 
+def load(path, spec=LORA, **expected):
+    """The parameters of an export on one device."""
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return load_weights(path, spec, dict.fromkeys(trainable_names(spec), device), **expected)
+
+
 def files_of(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def refused(path, spec=LORA, **expected):
     with pytest.raises(MeshdialError) as error:
-        load_weights(path, spec, **expected)
+        load(path, spec, **expected)
     sentence = str(error.value)
     assert str(path) in sentence and "\n" not in sentence
     return sentence.replace(str(path), "FOLDER")
@@ -73,14 +91,18 @@ def refused(path, spec=LORA, **expected):
 def test_an_export_comes_back_to_the_bit(tmp_path, base, spec):
     trainable = parameters_of(spec)
     manifest = export(tmp_path / "w", base, spec, trainable)
-    loaded = load_weights(tmp_path / "w", spec, version=3, base_content_id=artifact_id(base))
+    loaded, bytes_read = load(tmp_path / "w", spec, version=3, base_content_id=artifact_id(base))
     assert sorted(loaded) == sorted(trainable_names(spec))
     for name, value in loaded.items():
         np.testing.assert_array_equal(value, trainable[name])
-        assert value.flags.c_contiguous and value.flags.writeable
+    assert bytes_read == sum(value.nbytes for value in trainable.values())
     assert manifest == read_manifest(tmp_path / "w")
-    assert content_id(trainable) == manifest["content_id"] == manifest["source_content_id"]
-    assert artifact_id(tmp_path / "w") == content_id(loaded) == content_id(trainable)
+    assert manifest["source_content_id"] == content_id(trainable) == content_id(loaded)
+    stored = {
+        stored_name(name): np.asarray(value).T if is_transposed(name) else value
+        for name, value in trainable.items()
+    }
+    assert artifact_id(tmp_path / "w") == manifest["content_id"] == content_id(stored)
     assert (manifest["version"], manifest["parent"]) == (3, "sha256:22")
     assert manifest["base_content_id"] == artifact_id(base)
 
@@ -100,10 +122,10 @@ def test_a_cast_rounds_once_and_remembers_its_source(tmp_path, base):
     trainable = parameters_of(LORA)
     manifest = export(tmp_path / "w", base, replace(LORA, dtype="bfloat16"), trainable)
     expected = {n: np.asarray(v).astype(ml_dtypes.bfloat16) for n, v in trainable.items()}
-    loaded = load_weights(tmp_path / "w", LORA)
+    loaded, _ = load(tmp_path / "w", LORA)
     assert manifest["dtype"] == "bfloat16"
     assert manifest["source_content_id"] == content_id(trainable)
-    assert manifest["content_id"] == content_id(expected) == content_id(loaded)
+    assert content_id(loaded) == content_id(expected)
     for name, value in expected.items():
         np.testing.assert_array_equal(loaded[name], value)
         np.testing.assert_array_equal(trainable[name].astype("bfloat16"), value)
@@ -113,10 +135,10 @@ def test_block_hashes_by_hand(tmp_path, base):
     trainable = parameters_of(LORA)
     manifest = export(tmp_path / "w", base, LORA, trainable)
     name = "layers.1.self_attn.q_proj.lora_a"
-    assert manifest["tensors"][name] == {
+    assert manifest["tensors"][f"base_model.model.model.{name[:-7]}.lora_A.weight"] == {
         "dtype": "float32",
-        "shape": [16, 3],
-        "blocks": [hashlib.sha256(np.asarray(trainable[name]).tobytes()).hexdigest()],
+        "shape": [3, 16],
+        "blocks": [hashlib.sha256(np.asarray(trainable[name]).T.tobytes()).hexdigest()],
     }
     assert len(manifest["tensors"]) == 2 * 3 * 2
 
@@ -189,7 +211,7 @@ def test_a_folder_that_lacks_something_is_refused(tmp_path, base):
     sentence = f"FOLDER/{name} has a tensor x, which its manifest does not list"
     assert rewritten(surplus) == sentence
     assert rewritten(tensors | {first: tensors[first][:2]}) == (
-        f"FOLDER/{name}: tensor {first} has shape [24, 2], its manifest says [24, 3]"
+        f"FOLDER/{name}: tensor {first} has shape [2, 24], its manifest says [3, 24]"
     )
     (path / name).unlink()
     assert refused(path) == f"FOLDER/{name} is missing"
@@ -220,7 +242,7 @@ def test_the_damaged_block_is_the_one_that_is_named(tmp_path):
     write_json(Publisher(), base / "manifest.json", {"content_id": "sha256:0"})
     path = tmp_path / "w"
     manifest = export(path, base, wide)
-    assert len(manifest["tensors"]["embed_tokens.embedding"]["blocks"]) == 2  # 65,536 rows each
+    assert len(manifest["tensors"]["model.embed_tokens.weight"]["blocks"]) == 2  # 65,536 rows each
     file = path / "model.safetensors"
     tensors = {name: np.array(value) for name, value in read_safetensors(file).items()}
     tensors["model.embed_tokens.weight"][65_536, 0] += 1
@@ -242,7 +264,7 @@ def test_a_manifest_that_is_not_right_is_refused(tmp_path, base):
         return refused(path).removeprefix("FOLDER/manifest.json ")
 
     assert rewritten(kind="policy") == "is not the manifest of exported weights"
-    assert rewritten(format=2) == "has format 2, expected 1"
+    assert rewritten(format=1) == "has format 1, expected 2"
     assert rewritten(version=...) == "has no key version"
     damaged = "is damaged: its tensors do not match its content id"
     assert rewritten(content_id="sha256:0") == damaged
@@ -258,3 +280,98 @@ def test_parameters_of_another_adapter_are_not_exported(tmp_path, base):
     with pytest.raises(KeyError):
         export(tmp_path / "w", base, LORA, {})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_fills_up_publishes_nothing(tmp_path, base, monkeypatch):
+    written = []
+
+    def pwrite(descriptor, block, place):
+        if len(written) == 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written.append(place)
+        return real(descriptor, block, place)
+
+    real = os.pwrite
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    with pytest.raises(MeshdialError) as error:
+        export(tmp_path / "w", base)
+    assert str(error.value) == f"{tmp_path / 'w'} was not written: the disk is full"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_write_may_be_taken_in_pieces(tmp_path, base, monkeypatch):
+    export(tmp_path / "whole", base)
+    real = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, block, place: real(fd, block[:7], place))
+    export(tmp_path / "pieces", base)
+    assert files_of(tmp_path / "whole") == files_of(tmp_path / "pieces")
+
+
+def test_a_value_that_is_not_finite_is_not_exported(tmp_path, base):
+    trainable = parameters_of(LORA)
+    name = "layers.0.self_attn.q_proj.lora_a"
+    spoilt = trainable | {name: trainable[name].at[0, 0].set(jnp.inf)}
+    with pytest.raises(MeshdialError, match=r"q_proj.lora_A.weight holds a value not finite"):
+        export(tmp_path / "w", base, LORA, spoilt)
+    large = trainable | {name: trainable[name].at[0, 0].set(1e6)}
+    with pytest.raises(MeshdialError, match="beyond the range of float16"):
+        export(tmp_path / "w", base, replace(LORA, dtype="float16"), large)
+    assert list(tmp_path.iterdir()) == []
+
+
+# Whole models
+
+
+@pytest.fixture
+def model(tmp_path, base):
+    """(a folder to change, its manifest)"""
+    folder = tmp_path / "model"
+    shutil.copytree(base, folder)
+    manifest = identity_of(folder, described(read_safetensors(folder / "model.safetensors")))
+    return folder, manifest
+
+
+def loaded_model(folder, manifest, dtype="float32"):
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return load_model(folder, manifest, dtype, dict.fromkeys(trainable_names(FULL), device))
+
+
+def test_a_model_comes_back_in_any_dtype(model):
+    parameters = init_parameters(CONFIG, seed=0)
+    for dtype in ("float32", "bfloat16", "float16"):
+        loaded, bytes_read = loaded_model(*model, dtype)
+        assert content_id(loaded) == content_id(
+            {name: np.asarray(value).astype(dtype) for name, value in parameters.items()}
+        )
+        assert bytes_read == sum(value.nbytes for value in parameters.values())
+    assert model[1]["parameters_content_id"] == id_of_blocks(model[1]["tensors"])
+
+
+def test_a_model_that_is_not_right_is_refused(model):
+    folder, manifest = model
+
+    def refused_model(**changes):
+        changed = {k: v for k, v in (manifest | changes).items() if v is not ...}
+        with pytest.raises(MeshdialError) as error:
+            loaded_model(folder, changed)
+        return str(error.value).replace(str(folder), "FOLDER")
+
+    assert refused_model(tensors=...) == "FOLDER/manifest.json has no key tensors"
+    damaged = "FOLDER/manifest.json is damaged: its tensors do not match its content id"
+    assert refused_model(parameters_content_id="sha256:0") == damaged
+    file = folder / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert refused_model() == (
+        "FOLDER/model.safetensors is damaged: block 0 of tensor model.norm.weight does not match "
+        "its hash"
+    )
+    file.write_bytes(whole[:-1])
+    assert refused_model().startswith("FOLDER/model.safetensors is cut short: tensor model.norm")
+    file.unlink()
+    assert refused_model() == "FOLDER/model.safetensors is missing"
+    config = CONFIG.to_hf() | {"num_hidden_layers": 3}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert refused_model() == (
+        "FOLDER/manifest.json: model.layers.2.input_layernorm.weight has shape None, expected [16]"
+    )

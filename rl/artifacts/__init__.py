@@ -11,7 +11,6 @@ from rl.artifacts.content import (
     canonical_json,
     content_id,
     described,
-    host_array,
     id_of_blocks,
     json_content_id,
 )
@@ -51,7 +50,6 @@ __all__ = [
     "content_id",
     "described",
     "group_id",
-    "host_array",
     "id_of_blocks",
     "join",
     "json_content_id",

@@ -5,21 +5,23 @@
 3. A content id hashes one line per array, by name order: (name, dtype, shape, block hashes).
 
 So a reader can check any block by itself, the id follows from the block hashes alone, and a NumPy
-array, a sharded JAX array and a tensor in a file have the same id. Never a second full copy: an
-array that is not plain host memory is fetched a block at a time.
+array, a JAX array sharded over several processes and a tensor in a file have the same id. Never a
+second full copy: an array that is not plain host memory is fetched a block at a time.
 """
 
 import hashlib
 import json
 import math
-import os
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from rl import group
+from rl.artifacts.shards import Blocked, each_block
+
 BLOCK_BYTES = 4 * 2**20
+_EXCHANGED_AT_ONCE = 10_000  # hashes in one word to the other processes: about 1 MB
 
 
 def canonical_json(value: Any) -> str:
@@ -48,16 +50,42 @@ def json_content_id(value: Any) -> str:
 
 def content_id(arrays: Mapping[str, Any]) -> str:
     """The content id of named arrays, each NumPy or JAX, `sha256:` and 64 hex digits."""
-    return id_of_blocks({name: described(array) for name, array in arrays.items()})
+    return id_of_blocks(described(arrays))
 
 
-def described(array: Any) -> dict:
-    """What identifies one array: {dtype, shape, blocks}, ready for JSON and for `id_of_blocks`."""
+def described(arrays: Mapping[str, Any]) -> dict[str, dict]:
+    """What identifies each array: {dtype, shape, blocks}, ready for JSON and for `id_of_blocks`.
+
+    Each process of a group hashes the blocks that fall to it, and all return the same.
+    """
+    cut = {name: _blocked(array) for name, array in arrays.items()}
+    hashes = exchanged(each_block(cut, lambda name, number, block: block_hash(block)))
     return {
-        "dtype": np.dtype(array.dtype).name,
-        "shape": list(array.shape),
-        "blocks": block_hashes(array),
+        name: {
+            "dtype": np.dtype(array.dtype).name,
+            "shape": list(array.shape),
+            "blocks": [hashes[name][number] for number in range(len(cut[name].bounds))],
+        }
+        for name, array in arrays.items()
     }
+
+
+def exchanged(hashes: Mapping[str, Mapping[int, str]]) -> dict[str, dict[int, str]]:
+    """The block hashes of all processes of the group, from those of each."""
+    if group.size() == 1:
+        return dict(hashes)
+    own = [[name, *pair] for name, found in hashes.items() for pair in found.items()]
+    num_rounds = max(group.gather(-(-len(own) // _EXCHANGED_AT_ONCE)))
+    merged: dict[str, dict[int, str]] = {name: {} for name in hashes}
+    for start in range(0, num_rounds * _EXCHANGED_AT_ONCE, _EXCHANGED_AT_ONCE):
+        for told in group.gather(own[start : start + _EXCHANGED_AT_ONCE]):
+            for name, number, value in told:
+                merged[name][number] = value
+    return merged
+
+
+def _blocked(array: Any) -> Blocked:
+    return Blocked(array, 0, block_bounds(array.shape, np.dtype(array.dtype).itemsize))
 
 
 def id_of_blocks(tensors: Mapping[str, Mapping]) -> str:
@@ -72,16 +100,7 @@ def id_of_blocks(tensors: Mapping[str, Mapping]) -> str:
 
 def block_hashes(array: Any) -> list[str]:
     """SHA-256, in hex, of each block of an array, in order; none for an array without values."""
-    read, bounds = _reader(array), block_bounds(array.shape, np.dtype(array.dtype).itemsize)
-    if len(bounds) < 2:
-        return [_block_hash(read, *bound) for bound in bounds]
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        return list(pool.map(lambda bound: _block_hash(read, *bound), bounds))
-
-
-def host_array(array: Any) -> np.ndarray:
-    """The values of a NumPy or JAX array on the host: a view where they are there."""
-    return _reader(array)(0, array.shape[0] if array.ndim else 1)
+    return described({"": array})[""]["blocks"]
 
 
 def block_bounds(shape: tuple[int, ...], itemsize: int) -> list[tuple[int, int]]:
@@ -97,8 +116,8 @@ def tagged(digest: "hashlib._Hash") -> str:
     return "sha256:" + digest.hexdigest()
 
 
-def _block_hash(read: Callable[[int, int], np.ndarray], start: int, stop: int) -> str:
-    return hashlib.sha256(raw_bytes(read(start, stop))).hexdigest()
+def block_hash(block: np.ndarray) -> str:
+    return hashlib.sha256(raw_bytes(block)).hexdigest()
 
 
 def raw_bytes(array: np.ndarray) -> np.ndarray:
@@ -107,35 +126,3 @@ def raw_bytes(array: np.ndarray) -> np.ndarray:
         raise TypeError("an array of Python objects has no content id")
     little = array.astype(array.dtype.newbyteorder("<"), copy=False)
     return np.ascontiguousarray(little).reshape(-1).view(np.uint8)
-
-
-def _reader(array: Any) -> Callable[[int, int], np.ndarray]:
-    """A function from (start, stop) to those rows on the host; a scalar is its only row."""
-    if isinstance(array, np.ndarray) or array.ndim == 0:
-        host = np.asarray(array)
-        return lambda start, stop: host[start:stop] if host.ndim else host
-    if not array.is_fully_addressable:
-        raise ValueError("an array that lies partly on another host has no content id here")
-    shards = [shard for shard in array.addressable_shards if shard.replica_id == 0]
-    if len(shards) == 1:
-        return lambda start, stop: _host_rows(shards[0].data, start, stop)
-    return lambda start, stop: _assembled_rows(array, shards, start, stop)
-
-
-def _assembled_rows(array: Any, shards: list, start: int, stop: int) -> np.ndarray:
-    """Rows of a sharded JAX array, put together here: slicing it there would be a collective."""
-    block = np.empty((stop - start, *array.shape[1:]), array.dtype)
-    for shard in shards:
-        first = shard.index[0].start or 0
-        low, high = max(start, first), min(stop, first + shard.data.shape[0])
-        if low < high:
-            place = (slice(low - start, high - start), *shard.index[1:])
-            block[place] = _host_rows(shard.data, low - first, high - first)
-    return block
-
-
-def _host_rows(piece: Any, start: int, stop: int) -> np.ndarray:
-    """Rows of a JAX array that lies on one device."""
-    if next(iter(piece.devices())).platform == "cpu":
-        return np.asarray(piece)[start:stop]  # a view of its memory
-    return np.asarray(piece[start:stop])  # an array keeps the copy that NumPy took: let it be brief

@@ -3,7 +3,7 @@
 1. The writer works in a hidden folder beside the target, which it holds locked.
 2. What it wrote is flushed to the disk.
 3. Whoever asked for it is checked to be alive still; if not, nothing is published.
-4. One rename gives it its name.
+4. One rename gives it its name. In a group of processes, the first does that, when all are here.
 
 A killed writer leaves a hidden folder that nothing reads; the kernel frees its lock, and the next
 writer of the same target removes it.
@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rl import group
 from rl.artifacts.content import plain_number
 from rl.errors import MeshdialError
 
@@ -35,41 +36,68 @@ class Publisher:
 
     @contextmanager
     def file(self, path: str | Path) -> Iterator[Path]:
-        """Yields a path to write a file to; it becomes `path` when the block ends well."""
-        with self._publish(Path(path)) as draft:
-            yield draft
+        """Yields a path to write a file to; it becomes `path` when the block ends well.
+
+        In a group of processes, it is what the first one wrote.
+        """
+        target = Path(path)
+        with self._publish(target) as workspace:
+            yield workspace / (target.name if group.is_first() else f"unused-{group.rank()}")
 
     @contextmanager
     def directory(self, path: str | Path) -> Iterator[Path]:
-        """Yields an empty folder to fill; it becomes `path`, replacing what was there, whole."""
-        with self._publish(Path(path)) as draft:
-            draft.mkdir()
+        """Yields an empty folder to fill; it becomes `path`, replacing what was there, whole.
+
+        A group of processes fills one folder together.
+        """
+        target = Path(path)
+        with self._publish(target) as workspace:
+            draft = workspace / target.name
+            if group.is_first():
+                draft.mkdir()
+            group.barrier(f"draft of {target.name}")
             yield draft
 
     @contextmanager
     def _publish(self, target: Path) -> Iterator[Path]:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(target)
-        with _disk_full_told(target), _workspace(target) as workspace:
-            draft = workspace / target.name
-            yield draft
-            _flush(draft)
-            self._check_alive()
-            if target.is_dir():  # a folder cannot be renamed onto another that has files
-                target.rename(workspace / "replaced")
-            draft.rename(target)
-            _flush_one(target.parent)
+        """Yields the folder in which the draft has the target's name."""
+        with group.reporting(), _disk_full_told(target):
+            with _workspace(target) as workspace:
+                yield workspace
+                draft = workspace / target.name
+                if draft.exists() or group.is_first():
+                    _flush(draft)
+                self._check_alive()
+                group.barrier(f"{target.name} is written")
+                if group.is_first():
+                    _rename(draft, target)
+            group.barrier(f"{target.name} is published")
+
+
+def _rename(draft: Path, target: Path) -> None:
+    if target.is_dir():  # a folder cannot be renamed onto another that has files
+        target.rename(draft.parent / "replaced")
+    draft.rename(target)
+    _flush_one(target.parent)
 
 
 @contextmanager
 def _workspace(target: Path) -> Iterator[Path]:
-    """A locked hidden folder beside the target, gone at the end, however that comes."""
-    workspace, lock = _claim_workspace(target)
+    """A locked hidden folder beside the target, gone at the end, however that comes.
+
+    The first process of a group makes it for all.
+    """
+    lock = None
+    if group.is_first():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(target)
+        workspace, lock = _claim_workspace(target)
     try:
-        yield workspace
+        yield Path(group.agree(str(workspace) if group.is_first() else ""))
     finally:
-        shutil.rmtree(workspace, ignore_errors=True)
-        os.close(lock)
+        if lock is not None:
+            shutil.rmtree(workspace, ignore_errors=True)
+            os.close(lock)
 
 
 def _claim_workspace(target: Path) -> tuple[Path, int]:

@@ -39,9 +39,10 @@ def update(
     """(trainable, optimizer state, figures) after `updates_per_batch` updates on one batch.
 
     Takes ownership of `trainable` and `optimizer_state`: their arrays are overwritten. The batch
-    is divided by whole groups in order. `micro_batch_size` is in rollouts, for each row shard of the
-    mesh, and bounds memory only: neither gradient nor figures depend on it. Groups whose advantages are all 0 are not run where
-    no KL or entropy term needs them; they count in every denominator of the loss all the same.
+    is divided by whole groups in order. `micro_batch_size` is in rollouts, for each row shard of
+    the mesh, and bounds memory only: neither gradient nor figures depend on it. Groups whose
+    advantages are all 0 are not run where no KL or entropy term needs them; they count in every
+    denominator of the loss all the same.
 
     Figures are floats over the whole batch. loss and policy_loss are means over its updates; kl
     (where there is a reference), entropy, clip_fraction and ratio_mean are averages over the tokens

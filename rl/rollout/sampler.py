@@ -40,9 +40,10 @@ def generate(
 
     sample_keys: (seed, iteration, a number for each prompt), which with a sample's index in its
     group and a token's position decide every random draw; each is from 0 to 2**32 - 1.
-    max_rows: most samples at once, on each replica of the model that the mesh holds. check_alive: called between dispatches; what it raises ends
-    the call. figures: a dict that receives num_tokens (sampled), seconds, decode_steps (of the
-    model, after the prompts), row_steps (decode steps times rows, unused ones too), num_batches.
+    max_rows: most samples at once, on each replica of the model that the mesh holds.
+    check_alive: called between dispatches; what it raises ends the call. figures: a dict that
+    receives num_tokens (sampled), seconds, decode_steps (of the model, after the prompts),
+    row_steps (decode steps times rows, unused ones too), num_batches.
     steps_per_dispatch: 1 to 8; by the model's size where it is not given.
 
     Raises MeshdialError for a prompt that is empty or too long, and for logits that are NaN.

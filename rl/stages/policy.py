@@ -8,8 +8,8 @@ from rl.context import Context
 from rl.learner import init_optimizer
 from rl.memory import memory_of
 from rl.models.transformer import init_lora
-from rl.stages.request import Request
 from rl.sharding import current, name_of, placed
+from rl.stages.request import Request
 from rl.sync import (
     base_facts,
     cast,
