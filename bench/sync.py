@@ -30,7 +30,7 @@ from rl.memory import Memory
 from rl.models.families import WEIGHTS_FILE, write_model_files
 from rl.models.spec import ModelConfig, ModelSpec, Parameters
 from rl.models.transformer import parameter_shapes
-from rl.runtime import parse_process_layout
+from rl.processes.runtime import parse_process_layout
 from rl.sync import synced
 from rl.weights import export_weights, load_weights
 

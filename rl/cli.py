@@ -7,9 +7,10 @@ import signal
 import sys
 import time
 
-from rl import __version__, client, liveness, pool, runtime, wire
+from rl import __version__, client
 from rl.errors import MeshdialError
 from rl.plan import command as planning
+from rl.processes import liveness, pool, runtime, wire
 
 COLUMNS = "{:>8}  {:<20}  {:>8}  {:>9}  {:<8}  {:<14}  {:<16}  {}"
 POLL_S = 0.05

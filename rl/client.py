@@ -16,10 +16,10 @@ import sys
 import time
 from collections.abc import Callable
 
-from rl import liveness, reach, runtime
 from rl.errors import ClientGone, MeshdialError
-from rl.runtime import Place
-from rl.wire import Channel
+from rl.processes import liveness, reach, runtime
+from rl.processes.runtime import Place
+from rl.processes.wire import Channel
 
 MAX_LOST_WORKERS = 20
 FOLLOWER_S = 2.0  # how much longer than the first process its followers wait to complain
@@ -219,7 +219,7 @@ def log_of(arguments: argparse.Namespace) -> StageLog:
 
 def run_here(request: dict, log: StageLog) -> dict:
     """The cold launcher, in this process or, in a SLURM job of several tasks, in one of each."""
-    from rl import launch
+    from rl.processes import launch
 
     launch.spread_over_tasks(request)
     return launch.run_cold(request, log.show)
@@ -249,7 +249,7 @@ def run_in_worker(request: dict, log: StageLog) -> dict:
 def place_of(request: dict) -> Place:
     """Where the worker of this request is met."""
     if request["launcher"] == "pool":
-        from rl import pool
+        from rl.processes import pool
 
         return pool.place_of(request["cwd"], request["layout"])
     return runtime.place_of(request["cwd"], request["layout"])

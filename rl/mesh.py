@@ -2,7 +2,7 @@
 
 The meshes that a run uses lie end to end on the devices of the machine, in the config's order. A
 mesh is written as one word, `NAME:devices=N[,first=K][,AXIS=SIZE...]`, and several are joined by
-`+`; `rl.runtime` reads them. What its roles do not use of a dial is left out.
+`+`; `rl.processes.runtime` reads them. What its roles do not use of a dial is left out.
 """
 
 import json

@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rl.errors import MeshdialError
 from rl.mesh import check_sizes
 from rl.models.spec import ModelConfig
-from rl.runtime import AXES, Layout
+from rl.processes.runtime import AXES, Layout
 
 RULES = {
     "rows": ("data", "fsdp"),

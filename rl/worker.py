@@ -21,16 +21,16 @@ import time
 import traceback
 from collections.abc import Callable
 
-from rl import accelerators, liveness, pool, runtime, wire
 from rl.context import Context
-from rl.devices import Devices
 from rl.errors import ClientGone, MeshdialError
-from rl.job import Job
-from rl.launch import run_stage
-from rl.lifetime import Lifetime
-from rl.liveness import TICK_S
-from rl.runtime import Place
-from rl.wire import SEND_S, Listener
+from rl.processes import accelerators, liveness, pool, runtime, wire
+from rl.processes.devices import Devices
+from rl.processes.job import Job
+from rl.processes.launch import run_stage
+from rl.processes.lifetime import Lifetime
+from rl.processes.liveness import TICK_S
+from rl.processes.runtime import Place
+from rl.processes.wire import SEND_S, Listener
 
 FIRST_MATCH_S = 2.0  # a new worker lets clients of other code wait this long for its own client
 CHANGED = "its code, layout, Python or JAX settings are not this client's"

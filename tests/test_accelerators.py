@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from rl import accelerators
 from rl.errors import MeshdialError
-from rl.runtime import parse_process_layout
+from rl.processes import accelerators
+from rl.processes.runtime import parse_process_layout
 
 TRAIN, DECODE = "train:devices=4,fsdp=4", "decode:devices=2,first=4,tensor=2"
 SLURM = {"SLURM_JOB_ID": "17", "SLURM_STEP_ID": "3"}
@@ -124,7 +124,7 @@ def test_processes_on_one_node_divide_its_gpus(machine):
 
 def run_jax(tmp_path, layout, num_processes=1, **variables):
     code = (
-        "import json, os; from rl import accelerators, runtime;"
+        "import json, os; from rl.processes import accelerators, runtime;"
         f"layouts = runtime.parse_process_layout({layout!r});"
         f"accelerators.configure_jax(layouts, {num_processes});"
         "import jax; c = jax.config; print(json.dumps([c.jax_compilation_cache_dir,"

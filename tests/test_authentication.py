@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from rl import authentication, wire
 from rl.errors import MeshdialError
+from rl.processes import authentication, wire
 
 SECRET = b"s" * authentication.SIZE
 

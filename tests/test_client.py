@@ -250,7 +250,7 @@ def test_client_starts_fast_and_imports_little(field):
     used = after.children_user + after.children_system
     used -= before.children_user + before.children_system
     assert used / 3 < 0.12
-    names = "{'jax', 'numpy', 'dataclasses', 'subprocess', 'rl.worker', 'rl.launch'}"
+    names = "{'jax', 'numpy', 'dataclasses', 'subprocess', 'rl.worker', 'rl.processes.launch'}"
     code = f"import sys, rl.client; sys.exit(str({names} & set(sys.modules) or ''))"
     run = subprocess.run([sys.executable, "-S", "-c", code], cwd=REPOSITORY, text=True, stderr=-1)
     assert run.stderr.strip() == ""

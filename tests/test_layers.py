@@ -11,23 +11,16 @@ from .imports import imports_of, modules
 # From the bottom up: a module may import from its own layer and from those above it in this list.
 LAYERS = (
     ("rl", "rl.errors", "rl.schedule", "rl.stage_table", "rl.group"),
-    ("rl.algorithms", "rl.mesh", "rl.context", "rl.liveness", "rl.workflow"),
-    ("rl.config", "rl.artifacts", "rl.runtime", "rl.wire", "rl.slurm", "rl.authentication"),
-    ("rl.accelerators", "rl.pool", "rl.lifetime"),
+    ("rl.algorithms", "rl.mesh", "rl.context", "rl.workflow", "rl.processes.liveness"),
+    ("rl.config", "rl.artifacts", "rl.processes"),
     ("rl.models", "rl.sharding"),
     (
-        "rl.weights",
-        "rl.block_reader",
-        "rl.block_writer",
-        "rl.checkpoint",
-        "rl.rollout",
-        "rl.learner",
-        "rl.tasks",
-        "rl.rewards",
+        *("rl.weights", "rl.block_reader", "rl.block_writer", "rl.checkpoint"),
+        *("rl.rollout", "rl.learner", "rl.tasks", "rl.rewards"),
     ),
     ("rl.report", "rl.plan"),
     ("rl.sync", "rl.memory", "rl.stages"),
-    ("rl.launch", "rl.job", "rl.devices", "rl.reach"),
+    ("rl.processes.launch", "rl.processes.job", "rl.processes.devices", "rl.processes.reach"),
     ("rl.worker", "rl.client", "rl.cli"),
 )
 

@@ -4,7 +4,7 @@ import pytest
 
 from rl.config import complete
 from rl.mesh import layout, layouts, pool, process_layout
-from rl.runtime import parse_process_layout
+from rl.processes.runtime import parse_process_layout
 from rl.schedule import are_weights_kept, behaviour_version, is_kept
 
 

@@ -10,8 +10,9 @@ import sys
 
 import pytest
 
-from rl import cli, liveness, pool, slurm, wire
+from rl import cli
 from rl.errors import MeshdialError
+from rl.processes import liveness, pool, slurm, wire
 
 pytest_plugins = ["tests.worker_field"]
 
@@ -223,7 +224,7 @@ def test_a_port_that_is_somebody_elses_by_now(allocation, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         facts = {"claimed_by": os.uname().nodename, "host": "elsewhere", "address": "127.0.0.1"}
         pool.write_endpoint(place.endpoint, facts | {"port": listener.getsockname()[1]})
-        monkeypatch.setattr("rl.authentication.PATIENCE_S", 0.2)
+        monkeypatch.setattr("rl.processes.authentication.PATIENCE_S", 0.2)
         assert pool.connect(place.endpoint) is None
 
 

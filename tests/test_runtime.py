@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from rl import liveness, runtime, wire
 from rl.errors import ClientGone, MeshdialError
+from rl.processes import liveness, runtime, wire
 
 
 @pytest.fixture
@@ -95,7 +95,9 @@ def test_one_holder_a_lock(folder):
 
 def test_a_lock_is_freed_by_the_death_of_its_holder(folder):
     path = os.path.join(runtime.runtime_dir(), "a.lock")
-    code = f"from rl import runtime; runtime.take_lock({path!r}); print(flush=True); input()"
+    code = (
+        f"from rl.processes import runtime; runtime.take_lock({path!r}); print(flush=True); input()"
+    )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", code], **pipes) as holder:
         holder.stdout.readline()
@@ -118,7 +120,7 @@ def test_a_holder_that_makes_no_sense_is_nobody(folder):
 def test_fingerprint_follows_code_layout_and_jax_settings(tmp_path, monkeypatch):
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "a.py").write_text("x = 1\n")
-    monkeypatch.setattr(runtime, "__file__", str(tmp_path / "runtime.py"))
+    monkeypatch.setattr(runtime, "package_folder", lambda: str(tmp_path))
     first = runtime.fingerprint("all:devices=1")
     assert runtime.fingerprint("all:devices=1") == first
     assert runtime.fingerprint("all:devices=2") != first

@@ -18,10 +18,10 @@ from rl.learner import (
 from rl.learner.update import reinforcement_objective, sum_gradients
 from rl.models.spec import LoraConfig, ModelConfig, ModelSpec
 from rl.models.transformer import init_lora, init_parameters, parameter_shapes
+from rl.processes.runtime import parse_process_layout
 from rl.rollout.batching import plan_batches
 from rl.rollout.sampler import generate
 from rl.rollout.sampling import SamplingConfig
-from rl.runtime import parse_process_layout
 
 from .test_sampler import Letters
 

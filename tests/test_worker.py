@@ -6,7 +6,8 @@ import signal
 import time
 from pathlib import Path
 
-from rl import cli, liveness, runtime
+from rl import cli
+from rl.processes import liveness, runtime
 
 pytest_plugins = ["tests.worker_field"]
 

@@ -24,7 +24,7 @@ from rl import __version__
 from rl.artifacts import Publisher, write_json
 from rl.context import Context
 from rl.errors import MeshdialError
-from rl.runtime import parse_process_layout
+from rl.processes.runtime import parse_process_layout
 from rl.sharding import device_mesh, on
 from rl.stages.request import Request
 

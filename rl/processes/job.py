@@ -3,9 +3,9 @@
 import threading
 import time
 
-from rl import liveness
 from rl.errors import ClientGone
-from rl.wire import Channel
+from rl.processes import liveness
+from rl.processes.wire import Channel
 
 
 class Job:

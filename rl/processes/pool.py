@@ -19,9 +19,9 @@ import shlex
 import shutil
 import socket
 
-from rl import authentication, liveness, runtime, slurm, wire
 from rl.errors import MeshdialError
-from rl.runtime import Place
+from rl.processes import authentication, liveness, runtime, slurm, wire
+from rl.processes.runtime import Place
 
 FOLDER = ".meshdial"
 ALWAYS_TCP = "MESHDIAL_POOL_TCP"  # by TCP even to a worker of the same node, for tests

@@ -8,9 +8,10 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from rl import accelerators, group, liveness, runtime, slurm
+from rl import group
 from rl.context import Context
 from rl.errors import ClientGone, MeshdialError
+from rl.processes import accelerators, liveness, runtime, slurm
 
 
 def run_stage(request: dict, context: Context) -> dict:

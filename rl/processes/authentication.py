@@ -15,8 +15,8 @@ import os
 import socket
 import time
 
-from rl import runtime
 from rl.errors import MeshdialError
+from rl.processes import runtime
 
 GREETING = b"meshdial 1\n"
 SIZE = 32  # bytes of a secret, of a random number, of a proof

@@ -20,10 +20,10 @@ import sys
 from typing import NamedTuple
 
 from rl.errors import MeshdialError
+from rl.mesh import HOST
 
 MAX_SOCKET_PATH = 103  # bytes; macOS allows 103, Linux 107
 AXES = ("data", "fsdp", "tensor")
-HOST = "host:devices=0"  # the layout of a process that needs no accelerator
 LAYOUT_FORM = "NAME:devices=N[,first=K][,data=D][,fsdp=F][,tensor=T]"
 STAGES_MODULE = "MESHDIAL_STAGES_MODULE"  # another module than rl.stages, for tests of the worker
 DEFAULT_SECONDS = {
@@ -226,8 +226,13 @@ def fingerprint(layout: str) -> str:
         for name, value in os.environ.items()
         if name.startswith(("JAX_", "XLA_")) or name in ("CUDA_VISIBLE_DEVICES", "LIBTPU_INIT_ARGS")
     )
-    parts += _sources(os.path.dirname(os.path.abspath(__file__)))
+    parts += _sources(package_folder())
     return hashlib.sha256("\0".join(parts).encode(errors="surrogateescape")).hexdigest()[:32]
+
+
+def package_folder() -> str:
+    """Where the package's own code lies."""
+    return os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def _sources(folder: str) -> list[str]:

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from rl.liveness import TICK_S
+from rl.processes.liveness import TICK_S
 
 CONNECT_S = 5.0
 SEND_S = 10.0  # a receiver that has not read for this long counts as gone
@@ -99,7 +99,7 @@ def connect(path: str) -> Channel | None:
 
 def connect_tcp(host: str, port: int, secret: bytes) -> Channel | None:
     """A channel to the one who listens there and knows `secret`; None if nobody does."""
-    from rl import authentication
+    from rl.processes import authentication
 
     try:
         connection = socket.create_connection((host, port), CONNECT_S)
@@ -179,7 +179,7 @@ class TcpListener(Listener):
         return connection
 
     def admit(self, connection: socket.socket) -> Channel | None:
-        from rl import authentication
+        from rl.processes import authentication
 
         is_known = authentication.answer(connection, self._secret)
         with self._changing:

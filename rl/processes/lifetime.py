@@ -2,7 +2,7 @@
 
 import time
 
-from rl import liveness, runtime
+from rl.processes import liveness, runtime
 
 FIRST_REQUEST_S = 30.0  # a worker that nobody ever asked ends after this
 

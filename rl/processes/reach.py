@@ -8,10 +8,10 @@ import sys
 import time
 from collections.abc import Callable
 
-from rl import runtime, wire
 from rl.errors import MeshdialError
-from rl.runtime import Place
-from rl.wire import Channel
+from rl.processes import runtime, wire
+from rl.processes.runtime import Place
+from rl.processes.wire import Channel
 
 TAIL_LINES = 20
 TAIL_BYTES = 8000
@@ -45,7 +45,7 @@ def reach_worker(place: Place, request: dict, check: Callable[[], None]) -> Chan
 def connect(place: Place) -> Channel | None:
     """A channel to the worker of `place`; None if it is not there."""
     if place.endpoint:
-        from rl import pool
+        from rl.processes import pool
 
         return pool.connect(place.endpoint)
     return wire.connect(place.socket)
@@ -54,7 +54,7 @@ def connect(place: Place) -> Channel | None:
 def claim(place: Place) -> str:
     """Which other node has the right to start the worker of `place`; empty if this one has."""
     if place.endpoint:
-        from rl import pool
+        from rl.processes import pool
 
         return pool.claim(place)
     return ""
@@ -66,7 +66,7 @@ def is_leaving(place: Place) -> bool:
     Only in a pool: elsewhere a worker that leaves gives its lock to a successor at once.
     """
     if place.endpoint:
-        from rl import pool
+        from rl.processes import pool
 
         return bool(pool.read_endpoint(place.endpoint).get("is_retiring"))
     return False
@@ -90,13 +90,13 @@ def start_worker(place: Place, lock: int, request: dict):
 
     environment = dict(os.environ)
     environment.pop("MESHDIAL_PARENT_PID", None)
-    own_code = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    own_code = os.path.dirname(runtime.package_folder())
     paths = [own_code, environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     command = [sys.executable, "-u", "-P", "-m", "rl.worker", "--launcher", request["launcher"]]
     command += ["--layout", place.layout, "--fingerprint", request["fingerprint"]]
     if place.endpoint:
-        from rl import pool, slurm
+        from rl.processes import pool, slurm
 
         command = [*pool.worker_command(place.layout), *command, "--peer", slurm.node()]
     else:

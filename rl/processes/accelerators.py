@@ -10,9 +10,9 @@ import re
 import sys
 from collections.abc import Sequence
 
-from rl import slurm
 from rl.errors import MeshdialError
-from rl.runtime import Layout
+from rl.processes import slurm
+from rl.processes.runtime import Layout
 
 GPU_PLATFORMS = ("gpu", "cuda", "rocm")
 

@@ -5,8 +5,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-from rl import runtime, wire
 from rl.errors import MeshdialError
+from rl.processes import runtime, wire
 
 QUIET_S = 1.0  # how long waiting goes without saying
 SILENCE_S = 60.0  # a holder that has not answered for this long is an error
