@@ -28,11 +28,13 @@ def tell_from_elsewhere(record, event):
     if workflow.local_exec or not workflow.is_main_process:
         return
     jobid = record.job_id if event == "job_finished" else record.jobid
-    job = next(job for job in workflow.dag.jobs if workflow.dag.jobid(job) == jobid)
-    if job.is_local:
+    jobs = (job for job in workflow.dag.jobs if workflow.dag.jobid(job) == jobid)
+    job = next(jobs, None)
+    if job is None or job.is_local:
         return
     log = Path(job.log.text)
     lines = log.read_text().splitlines() if log.exists() else []
+    lines = lines or [f"{job.rule.name} {event}; {log} is not to be seen here yet"]
     if event == "job_error":
         lines = [f"{record.rule_name}: {record.rule_msg}", *lines[-1:]]
         lines.append(f"more in {', '.join(record.log)}")
