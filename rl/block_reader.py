@@ -1,8 +1,11 @@
 """Parameters read from a safetensors file by hashed blocks, each part straight to its device.
 
 1. A reader asks which part of a parameter each device of this process holds.
-2. It reads the blocks that cover a part, checks their hashes, and keeps what belongs there.
-3. The part goes to its device: many small ones at a time, a large one by itself.
+2. It reads the blocks that cover these parts, checks their hashes, and keeps what belongs there.
+3. The parts go to their devices: many small ones at a time, a large one by itself.
+
+Parts of one tensor may share all their blocks, as columns do, so they are read together: on a CPU
+all, since it takes them over where they lie, else as many as the host should hold at one time.
 """
 
 import math
@@ -22,6 +25,7 @@ from rl.errors import MeshdialError
 from rl.models.safetensors_file import Entry, read_header
 
 MAX_HOST_BYTES = 64 * 2**20  # of parts on their way from file to device, unless one is larger
+MAX_SHARED_BYTES = 2**30  # of one tensor's parts on their way to devices with their own memory
 _ALIGNMENT = 64  # bytes: a CPU device takes memory so aligned over without a copy
 
 
@@ -78,7 +82,6 @@ class _Source:
         self.hashes = told["blocks"]
         self.bounds = block_bounds(self.entry.shape, self.entry.dtype.itemsize)
         self.row_bytes = math.prod(self.entry.shape[1:]) * self.entry.dtype.itemsize
-        self.verified: set[int] = set()
         self.shape = _turned(self.entry.shape, want.is_transposed)
         self.devices: dict[Part, list[jax.Device]] = {}
         for device, index in want.sharding.addressable_devices_indices_map(self.shape).items():
@@ -89,20 +92,32 @@ class _Source:
     def part_bytes(self, part: Part) -> int:
         return math.prod(stop - start for start, stop in part) * self.want.dtype.itemsize
 
+    def read_together(self) -> Iterator[list[Part]]:
+        """The parts in lists, each of which is on the host at one time."""
+        limit = math.inf if _are_on_host(self.want.sharding) else MAX_SHARED_BYTES
+        chosen, nbytes = [], 0
+        for part in sorted(self.devices):
+            if chosen and nbytes + self.part_bytes(part) > limit:
+                yield chosen
+                chosen, nbytes = [], 0
+            chosen.append(part)
+            nbytes += self.part_bytes(part)
+        if chosen:
+            yield chosen
+
     def fill(self, descriptor: int, number: int, targets: Mapping[Part, np.ndarray]) -> None:
-        """Reads a block, verifies it the first time, and copies what belongs to the targets."""
+        """Reads a block, verifies it, and copies what belongs to the targets."""
         start, stop = self.bounds[number]
         shape = (stop - start, *self.entry.shape[1:])
         own = self._own_memory(start, shape, targets)
         block = np.empty(shape, self.entry.dtype) if own is None else own
         raw = block.reshape(-1).view(np.uint8)
         _read_at(self.file, descriptor, raw, self.entry.start + start * self.row_bytes)
-        if number not in self.verified and block_hash(raw) != self.hashes[number]:
+        if block_hash(raw) != self.hashes[number]:
             raise MeshdialError(
                 f"{self.file} is damaged: block {number} of tensor {self.want.stored_name} does "
                 "not match its hash"
             )
-        self.verified.add(number)
         if own is None:
             for part, target in targets.items():
                 _copy_rows(block, start, part, target)
@@ -160,16 +175,25 @@ class _Load:
         """Moves the parts to their devices once they are filled, and lets go of them."""
         for future in self.futures:
             future.result()
-        moves = [
-            (source, target.T if source.want.is_transposed else target, device)
-            for source, targets in self.targets.items()
-            for part, target in targets.items()
-            for device in source.devices[part]
-        ]
-        arrays = jax.device_put([move[1] for move in moves], [move[2] for move in moves])
-        for (source, _, _), array in zip(moves, jax.block_until_ready(arrays), strict=True):
-            source.placed.append(array)
-        self.targets, self.futures = {}, []
+        self.futures = []
+        moves, nbytes = [], 0
+        for source, targets in self.targets.items():
+            for part in list(targets):
+                if moves and nbytes + source.part_bytes(part) > MAX_HOST_BYTES // 2:
+                    _move(moves)
+                    moves, nbytes = [], 0
+                target = targets.pop(part)
+                turned = target.T if source.want.is_transposed else target
+                moves += [(source, turned, device) for device in source.devices[part]]
+                nbytes += source.part_bytes(part)
+        _move(moves)
+
+
+def _move(moves: list[tuple[_Source, np.ndarray, jax.Device]]) -> None:
+    """A device may take a part over or copy it: of large ones, one copy at a time."""
+    arrays = jax.device_put([move[1] for move in moves], [move[2] for move in moves])
+    for (source, _, _), array in zip(moves, jax.block_until_ready(arrays), strict=True):
+        source.placed.append(array)
 
 
 def _loads(sources: Iterable[_Source]) -> Iterator[_Load]:
@@ -177,15 +201,19 @@ def _loads(sources: Iterable[_Source]) -> Iterator[_Load]:
     chosen: dict[_Source, list[Part]] = {}
     nbytes = 0
     for source in sources:
-        for part in source.devices:
-            size = source.part_bytes(part)
+        for parts in source.read_together():
+            size = sum(map(source.part_bytes, parts))
             if chosen and nbytes + size > MAX_HOST_BYTES // 2:
                 yield _Load(chosen)
                 chosen, nbytes = {}, 0
-            chosen.setdefault(source, []).append(part)
+            chosen.setdefault(source, []).extend(parts)
             nbytes += size
     if chosen:
         yield _Load(chosen)
+
+
+def _are_on_host(sharding: jax.sharding.Sharding) -> bool:
+    return all(device.platform == "cpu" for device in sharding.addressable_devices)
 
 
 def _fill_all(descriptor: int, batch: list[tuple[_Source, int, Mapping]]) -> None:

@@ -6,7 +6,7 @@ are several processes, all write into the one file, each the blocks that fall to
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,10 +35,21 @@ def write_tensors(path: Path, tensors: Mapping[str, Stored], dtype: np.dtype) ->
     has made. The same values give the same bytes. MeshdialError for a value that is not finite, or
     not in `dtype`.
     """
-    shapes = {
-        name: tensor.array.shape[::-1] if tensor.is_transposed else tensor.array.shape
-        for name, tensor in tensors.items()
-    }
+    shapes = {name: _stored_shape(tensor) for name, tensor in tensors.items()}
+    return write_in_batches(path, shapes, [tensors], dtype)
+
+
+def write_in_batches(
+    path: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    batches: Iterable[Mapping[str, Stored]],
+    dtype: np.dtype,
+) -> dict[str, dict]:
+    """As `write_tensors`, of tensors that need not all be in memory at one time.
+
+    `shapes` are those of all tensors as stored; each batch is let go of before the next is asked
+    for. ValueError if the batches have other tensors.
+    """
     header, entries = header_of(shapes, dtype)
     if group.is_first():
         size = max([len(header), *(entry.stop for entry in entries.values())])
@@ -46,25 +57,45 @@ def write_tensors(path: Path, tensors: Mapping[str, Stored], dtype: np.dtype) ->
             file.write(header)
             _reserve(file.fileno(), size)
     group.barrier(f"{path.name} is there")
-    cut = {name: _blocked(tensor, entries[name]) for name, tensor in tensors.items()}
+    written: dict[str, dict] = {}
     with open(path, "rb+", buffering=0) as file:
+        for tensors in batches:
+            written |= _write_batch(path, file.fileno(), tensors, entries)
+            del tensors
+    if written.keys() != entries.keys():
+        raise ValueError(f"tensors {sorted(entries.keys() - written.keys())} did not come")
+    return {name: written[name] for name in entries}
 
-        def write(name: str, number: int, block: np.ndarray) -> str:
-            entry, (start, stop) = entries[name], cut[name].bounds[number]
-            rows = _turned_rows(block) if tensors[name].is_transposed else block
-            raw = raw_bytes(cast_finite(path, name, rows, dtype))
-            _write_at(file.fileno(), raw, entry.start + start * (raw.size // (stop - start)))
-            return block_hash(raw)
 
-        hashes = exchanged(each_block(cut, write))
+def _write_batch(
+    path: Path, descriptor: int, tensors: Mapping[str, Stored], entries: Mapping[str, Entry]
+) -> dict[str, dict]:
+    for name, tensor in tensors.items():
+        if name not in entries or _stored_shape(tensor) != entries[name].shape:
+            raise ValueError(f"tensor {name} came with shape {_stored_shape(tensor)}")
+    cut = {name: _blocked(tensor, entries[name]) for name, tensor in tensors.items()}
+
+    def write(name: str, number: int, block: np.ndarray) -> str:
+        entry, (start, stop) = entries[name], cut[name].bounds[number]
+        rows = _turned_rows(block) if tensors[name].is_transposed else block
+        raw = raw_bytes(cast_finite(path, name, rows, entry.dtype))
+        _write_at(descriptor, raw, entry.start + start * (raw.size // (stop - start)))
+        return block_hash(raw)
+
+    hashes = exchanged(each_block(cut, write))
     return {
         name: {
-            "dtype": dtype.name,
-            "shape": list(entry.shape),
+            "dtype": entries[name].dtype.name,
+            "shape": list(entries[name].shape),
             "blocks": [hashes[name][number] for number in range(len(cut[name].bounds))],
         }
-        for name, entry in entries.items()
+        for name in tensors
     }
+
+
+def _stored_shape(tensor: Stored) -> tuple[int, ...]:
+    shape = tuple(tensor.array.shape)
+    return shape[::-1] if tensor.is_transposed else shape
 
 
 def _blocked(tensor: Stored, entry: Entry) -> Blocked:

@@ -9,7 +9,7 @@ what is restored must have them.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,16 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from rl import group
-from rl.artifacts import MANIFEST, Publisher, content_id, json_content_id, read_json, write_json
+from rl.artifacts import (
+    MANIFEST,
+    Publisher,
+    content_id,
+    described,
+    id_of_blocks,
+    json_content_id,
+    read_json,
+    write_json,
+)
 from rl.errors import MeshdialError
 from rl.models.spec import ModelSpec, Parameters
 from rl.models.transformer import parameter_shapes, trainable_names
@@ -33,6 +42,7 @@ _MANIFEST_KEYS = (
     "arrays",
 )
 CHECKSUMS = "checksums.json"
+BATCH_BYTES = 128 * 2**20  # of parameters that are in memory at one time, unless one is larger
 # They say when and where the arrays were written; a restore does without.
 _FACTS_OF_THE_WRITER = ("_CHECKPOINT_METADATA", "commit_success.txt")
 
@@ -81,13 +91,13 @@ def restore_policy(
     has other arrays, or is damaged.
     """
     path = Path(path)
-    manifest = _read_manifest(path)
+    manifest = read_manifest(path)
     abstract = {
         "trainable": dict(abstract_trainable),
         "optimizer": _named_leaves(abstract_optimizer_state),
     }
     _check_shapes(path, manifest["arrays"], _shapes(abstract))
-    _check_files(path)
+    _check_files(path, _checksums(path / "arrays"))
     trees = _read_arrays(path / "arrays", abstract)
     for part, key in (("trainable", "parameters"), ("optimizer", "optimizer")):
         if content_id(trees[part]) != manifest[f"{key}_content_id"]:
@@ -95,6 +105,52 @@ def restore_policy(
     structure = jax.tree.structure(abstract_optimizer_state)
     leaves = [trees["optimizer"][name] for name in abstract["optimizer"]]
     return trees["trainable"], jax.tree.unflatten(structure, leaves), manifest["counters"]
+
+
+def restore_parameters(
+    path: str | Path, abstract_trainable: Mapping[str, Any]
+) -> Iterator[dict[str, jax.Array]]:
+    """The parameters alone, some at a time; nothing else of the arrays is read.
+
+    They are right only if the last batch is followed by no error: then all have the content id of
+    the manifest. MeshdialError otherwise as for `restore_policy`.
+    """
+    path = Path(path)
+    manifest = read_manifest(path)
+    _check_shapes(path, manifest["arrays"], _shapes({"trainable": abstract_trainable}))
+    found: dict[str, dict] = {}
+
+    def restored(names: list[str]) -> dict[str, jax.Array]:
+        abstract = {"trainable": {name: abstract_trainable[name] for name in names}}
+        batch = _read_arrays(path / "arrays", abstract, partial_restore=True)["trainable"]
+        found.update(described(batch))
+        return batch
+
+    try:
+        for names in _batches(abstract_trainable):
+            yield restored(names)  # held by no name here, so that it can go before the next
+    except MeshdialError:
+        raise
+    except Exception:  # orbax meets damage with errors of any kind
+        _check_all_files(path)
+        raise
+    if id_of_blocks(found) != manifest["parameters_content_id"]:
+        _check_all_files(path)
+        raise MeshdialError(f"{path} is damaged: its parameters do not match their content id")
+
+
+def _batches(leaves: Mapping[str, Any]) -> Iterator[list[str]]:
+    """The names of so many leaves as fit into BATCH_BYTES."""
+    names, waiting = [], 0
+    for name, leaf in sorted(leaves.items()):
+        nbytes = leaf.size * leaf.dtype.itemsize
+        if names and waiting + nbytes > BATCH_BYTES:
+            yield names
+            names, waiting = [], 0
+        names.append(name)
+        waiting += nbytes
+    if names:
+        yield names
 
 
 def abstract_trainable(spec: ModelSpec) -> dict[str, jax.ShapeDtypeStruct]:
@@ -137,7 +193,8 @@ def _told(array: Mapping | None) -> str:
     return "absent" if array is None else f"{array['dtype']} {array['shape']}"
 
 
-def _read_manifest(path: Path) -> dict:
+def read_manifest(path: Path) -> dict:
+    """The manifest of a policy; MeshdialError if it is missing, damaged or of another format."""
     where = path / MANIFEST
     manifest = read_json(where)
     if not isinstance(manifest, dict) or manifest.get("kind") != "policy":
@@ -173,18 +230,32 @@ def _viewed(array: Any) -> Any:
 
 def _checksums(arrays: Path) -> dict[str, str]:
     """{file below `arrays`: SHA-256 of its bytes in hex}; a group's processes share the work."""
-    files = sorted(file for file in arrays.rglob("*") if file.is_file())
-    sums = {}
-    for file in files[group.rank() :: group.size()]:
-        with open(file, "rb") as opened:
-            digest = hashlib.file_digest(opened, "sha256")
-        sums[file.relative_to(arrays).as_posix()] = digest.hexdigest()
+    sums = _sums(arrays, _files(arrays)[group.rank() :: group.size()])
     return dict(sorted(pair for found in group.gather(sums) for pair in found.items()))
 
 
-def _check_files(path: Path) -> None:
+def _files(arrays: Path) -> list[Path]:
+    return sorted(file for file in arrays.rglob("*") if file.is_file())
+
+
+def _sums(arrays: Path, files: Iterable[Path]) -> dict[str, str]:
+    sums = {}
+    for file in files:
+        with open(file, "rb") as opened:
+            digest = hashlib.file_digest(opened, "sha256")
+        sums[file.relative_to(arrays).as_posix()] = digest.hexdigest()
+    return sums
+
+
+def _check_all_files(path: Path) -> None:
+    """As `_check_files`, in a process of a group that has failed where the others may not have."""
+    arrays = path / "arrays"
+    _check_files(path, _sums(arrays, _files(arrays)))
+
+
+def _check_files(path: Path, found: Mapping[str, str]) -> None:
     """Orbax tells damage in a screen of messages from its threads; this is told before it runs."""
-    wanted, found = read_json(path / CHECKSUMS), _checksums(path / "arrays")
+    wanted = read_json(path / CHECKSUMS)
     for name in sorted(wanted.keys() | found.keys()):
         if name not in found:
             raise MeshdialError(f"{path / 'arrays' / name} is missing")
@@ -194,10 +265,13 @@ def _check_files(path: Path) -> None:
             )
 
 
-def _read_arrays(path: Path, abstract: dict) -> dict:
+def _read_arrays(path: Path, abstract: dict, partial_restore: bool = False) -> dict:
+    """The arrays that `abstract` names, all that there are unless it is a partial restore."""
     placed = jax.tree.map(_placed, abstract)
     arguments = ocp.args.PyTreeRestore(
-        item=placed, restore_args=ocp.checkpoint_utils.construct_restore_args(placed)
+        item=placed,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(placed),
+        partial_restore=partial_restore,
     )
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         return checkpointer.restore(path.absolute(), args=arguments)

@@ -1,5 +1,6 @@
 """What a process holds of weights: a cache of files, under a byte budget."""
 
+import math
 import os
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -46,9 +47,17 @@ class Memory:
                 del self.entries[key]
 
     def _bytes(self) -> int:
-        # Aliases share their arrays, so that each array counts once.
+        # Aliases share their arrays, so that each array counts once, and each of its replicas.
         leaves = jax.tree.leaves(list(self.entries.values()))
-        return sum({id(leaf): getattr(leaf, "nbytes", 0) for leaf in leaves}.values())
+        return sum({id(leaf): _held_bytes(leaf) for leaf in leaves}.values())
+
+
+def _held_bytes(leaf: Any) -> int:
+    """What a leaf takes on the devices of this process."""
+    if not isinstance(leaf, jax.Array):
+        return 0
+    shard = leaf.sharding.shard_shape(leaf.shape)
+    return math.prod(shard) * leaf.dtype.itemsize * len(leaf.sharding.addressable_devices)
 
 
 def memory_of(context: Context) -> Memory:

@@ -38,14 +38,14 @@ STAGES = {
     "policy_logprobs": StageSpec(1, ("lora", "rollout.temperature", "rollout.max_tokens")),
     "estimate_advantages": StageSpec(1, ("algorithm.deviation",)),
     "update_actor": StageSpec(
-        1,
+        2,
         (
             *("lora", "rollout.temperature", "rollout.max_tokens", "learner.updates_per_batch"),
             *("algorithm.clip_low", "algorithm.clip_high", "algorithm.aggregation", "algorithm.kl"),
             *("optimizer", "lag", "algorithm.off_policy"),
         ),
     ),
-    "check_iteration": StageSpec(1, ("lag",)),
+    "check_iteration": StageSpec(2, ("lag",)),
     "evaluate_policy": StageSpec(
         1,
         (

@@ -21,8 +21,10 @@ from typing import Any
 
 import jax
 
+from rl import group
 from rl.artifacts import MANIFEST, read_json
 from rl.checkpoint import abstract_trainable, restore_policy
+from rl.errors import MeshdialError
 from rl.learner import OptimizerConfig, init_optimizer
 from rl.memory import Memory
 from rl.models.families import model_config, read_config
@@ -37,7 +39,7 @@ from rl.sharding import (
     tree_shardings,
 )
 from rl.stages.request import Request
-from rl.weights import load_model, load_weights, read_manifest
+from rl.weights import check_identity, load_model, load_weights, read_manifest
 
 
 @dataclass(frozen=True)
@@ -127,16 +129,17 @@ def tokenizer_of(memory: Memory, folder: Path) -> Tokenizer:
 # The actor
 
 
-def load_policy(job: Request, memory: Memory, is_taken: bool = False) -> Policy:
+def load_policy(job: Request, memory: Memory, version: int, is_taken: bool = False) -> Policy:
     """The policy of the request's input `policy`, from memory or its checkpoint.
 
-    `is_taken`: the caller will overwrite the arrays, so that the memory must forget them, the
-    rollout's aliases too.
+    MeshdialError if it is of another version. `is_taken`: the caller will overwrite the arrays, so
+    that the memory must forget them, the rollout's aliases too.
     """
     folder, base_folder = job.input("policy"), job.input("base")
     config, base_manifest = base_facts(base_folder)
     spec = job.spec(config, base_manifest["dtype"])
     manifest = read_json(folder / MANIFEST)
+    check_version(folder, manifest, version)
     held = memory.get("policy", manifest["content_id"], name_of(current()))
     if held is None:
         held = _restored(folder, spec, manifest["optimizer"])
@@ -144,18 +147,25 @@ def load_policy(job: Request, memory: Memory, is_taken: bool = False) -> Policy:
     if is_taken:
         memory.forget(held)
     trainable, state = held
-    version, identity = manifest["version"], manifest["parameters_content_id"]
-    frozen = _frozen(memory, base_folder, spec)
+    frozen, identity = _frozen(memory, base_folder, spec), manifest["parameters_content_id"]
     return Policy(spec, trainable, frozen, state, version, identity)
+
+
+def check_version(folder: Path, manifest: Mapping, version: int) -> None:
+    """MeshdialError if a policy is of another version than is wanted."""
+    if manifest["version"] != version:
+        raise MeshdialError(
+            f"{folder} holds policy version {manifest['version']}, expected {version}"
+        )
 
 
 def _restored(folder: Path, spec: ModelSpec, optimizer: str) -> tuple[Parameters, Any]:
     trainable = abstract_trainable(spec)
     state = jax.eval_shape(partial(init_optimizer, first_optimizer(optimizer)), trainable)
-    return restore_policy(folder, *map(_on_mesh, (trainable, state)))[:2]
+    return restore_policy(folder, *map(on_mesh, (trainable, state)))[:2]
 
 
-def _on_mesh(shapes: Any) -> Any:
+def on_mesh(shapes: Any) -> Any:
     """Shapes and dtypes, with where they lie on this mesh."""
     return jax.tree.map(
         lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding),
@@ -188,12 +198,22 @@ def remember_policy(memory: Memory, manifest: Mapping, trainable: Parameters, st
     memory.put(trainable, "parameters", manifest["parameters_content_id"], place)
 
 
+def held_parameters(memory: Memory, manifest: Mapping) -> Parameters | None:
+    """The parameters of the policy of this manifest, if they are on this mesh."""
+    place = name_of(current())
+    held = memory.get("policy", manifest["content_id"], place)
+    return held[0] if held else memory.get("parameters", manifest["parameters_content_id"], place)
+
+
 # The rollout role
 
 
-def rollout_policy(job: Request, memory: Memory) -> RolloutPolicy:
+def rollout_policy(job: Request, memory: Memory, version: int) -> RolloutPolicy:
     """The policy of the request's input `weights`, in the dtype that it was exported in; the base
-    itself where the request has no such input."""
+    itself where the request has no such input.
+
+    MeshdialError if it is of another version or base.
+    """
     base_folder = job.input("base")
     config, base_manifest = base_facts(base_folder)
     if "weights" not in job.inputs:
@@ -203,10 +223,11 @@ def rollout_policy(job: Request, memory: Memory) -> RolloutPolicy:
             ModelSpec(config, None, base.dtype), {}, base.parameters, 0, base.content_id, sync
         )
     manifest = read_manifest(job.input("weights"))
+    check_identity(job.input("weights"), manifest, version, base_manifest["content_id"])
     spec = job.spec(config, manifest["dtype"])
     trainable, sync = synced(memory, job.input("weights"), spec, base_manifest["content_id"])
     frozen = _frozen(memory, base_folder, spec)
-    return RolloutPolicy(spec, trainable, frozen, manifest["version"], manifest["content_id"], sync)
+    return RolloutPolicy(spec, trainable, frozen, version, manifest["content_id"], sync)
 
 
 def synced(
@@ -225,7 +246,7 @@ def synced(
         outcome, parameters, received, source = _moved(held, spec)
     else:
         loaded = load_weights(folder, spec, _shardings(spec), base_content_id=base_content_id)
-        outcome, parameters, read = "load", loaded.parameters, loaded.bytes_read
+        outcome, parameters, read = "load", loaded.parameters, sum(group.gather(loaded.bytes_read))
         received = {name: _device_bytes(value) for name, value in parameters.items()}
     if parameters is not known:
         memory.put(parameters, "parameters", identity, here)

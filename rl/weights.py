@@ -11,7 +11,7 @@ with kernels as [out, in], so that a block is one range of its bytes. Whatever m
 any mesh reads it, and reads what its devices need.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from rl.artifacts import (
     write_json,
 )
 from rl.block_reader import Loaded, Wanted, read_tensors
-from rl.block_writer import Stored, write_tensors
+from rl.block_writer import Stored, write_in_batches, write_tensors
 from rl.errors import MeshdialError
 from rl.models.families import (
     ADAPTER_FILE,
@@ -54,7 +54,7 @@ def export_weights(
     publisher: Publisher,
     path: str | Path,
     spec: ModelSpec,
-    trainable: Mapping[str, Any],
+    trainable: Mapping[str, Any] | Iterable[Mapping[str, Any]],
     *,
     base: str | Path,
     base_path: str,
@@ -66,13 +66,17 @@ def export_weights(
     """Writes the folder in `spec.dtype` and returns its manifest.
 
     `trainable` are NumPy or JAX arrays by our names, sharded in any way, cast here where they have
-    another dtype. `base` is the folder of the model they belong to, `base_path` what an adapter
-    says of where that is. `source_content_id` is that of the parameters in memory before any cast
-    (computed if not given). A few blocks at a time are copied to the host; with several processes,
-    each writes some. The same parameters give the same bytes.
+    another dtype; or batches of them, of which one is in memory at a time. `base` is the folder of
+    the model they belong to, `base_path` what an adapter says of where that is. `source_content_id`
+    is that of the parameters in memory before any cast (computed if not given, unless they come in
+    batches). A few blocks at a time are copied to the host; with several processes, each writes
+    some. The same parameters give the same bytes. Nothing is published if a batch raises.
     """
+    batches = trainable
+    if isinstance(trainable, Mapping):
+        batches = [{name: trainable[name] for name in trainable_names(spec)}]
     with publisher.directory(path) as folder:
-        tensors = _write_folder(folder, spec, trainable, Path(base), base_path)
+        tensors = _write_folder(folder, spec, batches, Path(base), base_path)
         manifest = {
             **(manifest_extra or {}),
             **_described_weights(spec, tensors),
@@ -116,7 +120,7 @@ def load_weights(
     """
     path = Path(path)
     manifest = read_manifest(path)
-    _check_identity(path, manifest, version, base_content_id)
+    check_identity(path, manifest, version, base_content_id)
     _check_model(path, manifest, spec)
     names = {stored_name(name): name for name in trainable_names(spec)}
     file = path / (ADAPTER_FILE if spec.lora else WEIGHTS_FILE)
@@ -157,12 +161,8 @@ def _loaded(
     shardings: Mapping[str, jax.sharding.Sharding],
 ) -> Loaded:
     """The tensors that `names` gives our names to, as the manifest lists them."""
-    shapes = parameter_shapes(spec)
-    stored = {
-        name: shapes[ours][::-1] if is_transposed(ours) else shapes[ours]
-        for name, ours in names.items()
-    }
-    _check_tensors_listed(file.parent / MANIFEST, manifest, identity_key, stored)
+    shapes = _stored_shapes(spec, names)
+    _check_tensors_listed(file.parent / MANIFEST, manifest, identity_key, shapes)
     wanted = {
         ours: Wanted(name, is_transposed(ours), shardings[ours], weight_dtype(dtype))
         for name, ours in sorted(names.items())
@@ -194,7 +194,7 @@ def _lora_record(spec: ModelSpec) -> dict | None:
 
 
 def _write_folder(
-    folder: Path, spec: ModelSpec, trainable: Mapping[str, Any], base: Path, base_path: str
+    folder: Path, spec: ModelSpec, batches: Iterable[Mapping], base: Path, base_path: str
 ) -> dict[str, dict]:
     """A model with the base's tokenizer, or an adapter; returns what its tensors' blocks are."""
     if spec.lora:
@@ -206,16 +206,29 @@ def _write_folder(
             files = read_tokenizer_files(base)
             write_model_files(folder, spec.config, files, spec.dtype, token_ids)
         file = folder / WEIGHTS_FILE
-    return write_parameters(file, {n: trainable[n] for n in trainable_names(spec)}, spec.dtype)
+    shapes = _stored_shapes(spec, {stored_name(name): name for name in trainable_names(spec)})
+    return write_in_batches(file, shapes, map(_stored, batches), weight_dtype(spec.dtype))
 
 
 def write_parameters(file: Path, parameters: Mapping[str, Any], dtype: str) -> dict[str, dict]:
     """Writes parameters (by our names, cast to `dtype`) under their stored names, and returns
     {dtype, shape, blocks} of each tensor by its stored name."""
-    stored = {
+    return write_tensors(file, _stored(parameters), weight_dtype(dtype))
+
+
+def _stored(parameters: Mapping[str, Any]) -> dict[str, Stored]:
+    return {
         stored_name(name): Stored(array, is_transposed(name)) for name, array in parameters.items()
     }
-    return write_tensors(file, stored, weight_dtype(dtype))
+
+
+def _stored_shapes(spec: ModelSpec, names: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+    """The shape as stored of each tensor that `names` gives our names to."""
+    shapes = parameter_shapes(spec)
+    return {
+        name: shapes[ours][::-1] if is_transposed(ours) else shapes[ours]
+        for name, ours in names.items()
+    }
 
 
 def _adapter_config(spec: ModelSpec, base_path: str) -> dict:
@@ -236,7 +249,8 @@ def _adapter_config(spec: ModelSpec, base_path: str) -> dict:
     }
 
 
-def _check_identity(path: Path, manifest: dict, version: int | None, base: str | None) -> None:
+def check_identity(path: Path, manifest: dict, version: int | None, base: str | None) -> None:
+    """MeshdialError if an export is of another version, or on another base, than those given."""
     if version is not None and manifest["version"] != version:
         raise MeshdialError(
             f"{path} holds policy version {manifest['version']}, expected {version}"

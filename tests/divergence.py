@@ -35,6 +35,20 @@ def unexplained(one, other, spec, parameters, seed, iteration, prompt_numbers, t
     return found
 
 
+def unexplained_greedy(one, other, spec, parameters):
+    """As `unexplained`, of greedy completions, which may part where two tokens tie."""
+    found = []
+    for a, b in zip(one.to_pylist(), other.to_pylist(), strict=True):
+        position = first_difference(a["completion_tokens"], b["completion_tokens"])
+        if position is None:
+            continue
+        before = [*a["prompt_tokens"], *a["completion_tokens"][:position]]
+        logits = np.sort(plain_logits(spec.config, spec.lora, parameters, before)[-1])
+        if (gap := float(logits[-1] - logits[-2])) > TOLERANCE:
+            found.append((a["sample_id"], position, gap))
+    return found
+
+
 def first_difference(one, other):
     """The first position at which two completions differ; None where they are equal."""
     pairs = enumerate(zip(one, other, strict=False))

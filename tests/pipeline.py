@@ -50,7 +50,12 @@ class Pipeline:
             "iteration": iteration,
             "inputs": {key: str(self.path(path)) for key, path in inputs},
             "outputs": {key: str(self.path(path)) for key, path in outputs},
-            "cost": {"max_rows": 64, "micro_batch_size": 16, **self.config["checks"]},
+            "cost": {
+                "max_rows": 64,
+                "micro_batch_size": 16,
+                "lag": self.config["lag"],
+                **self.config["checks"],
+            },
             "timings": str(self.path("timings", f"{name}-{iteration}.json")),
             "layout": self.layout,
         }

@@ -12,8 +12,14 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from rl import checkpoint
 from rl.artifacts import Publisher, artifact_id, content_id, write_json
-from rl.checkpoint import abstract_trainable, restore_policy, save_policy
+from rl.checkpoint import (
+    abstract_trainable,
+    restore_parameters,
+    restore_policy,
+    save_policy,
+)
 from rl.errors import MeshdialError
 from rl.models.spec import LoraConfig, ModelConfig, ModelSpec
 
@@ -217,6 +223,67 @@ def test_a_manifest_that_is_not_right_is_refused(policy):
     assert rewritten(arrays=...) == "has no key arrays"
     damaged = "is damaged: its entries do not match its content id"
     assert rewritten(counters={"version": 1}) == damaged
+
+
+@pytest.mark.parametrize("num_devices", [1, 4])
+def test_parameters_come_back_alone_a_batch_at_a_time(policy, monkeypatch, num_devices):
+    path, trainable, _ = policy
+    monkeypatch.setattr(checkpoint, "BATCH_BYTES", 60)
+    batches = list(restore_parameters(path, on_devices(num_devices, trainable)))
+    # Of 30, 96 and 24 bytes, in the order of their names.
+    assert [list(batch) for batch in batches] == [
+        ["half"],
+        ["layers.0.mlp.up_proj.kernel"],
+        ["norm.scale"],
+    ]
+    monkeypatch.setattr(checkpoint, "BATCH_BYTES", 126)
+    batches = list(restore_parameters(path, on_devices(num_devices, trainable)))
+    assert [len(batch) for batch in batches] == [2, 1]
+    assert_same(batches[0] | batches[1], trainable)
+    kernel = batches[0]["layers.0.mlp.up_proj.kernel"]
+    assert {shard.data.shape for shard in kernel.addressable_shards} == {(6, 4 // num_devices)}
+
+
+# Orbax leaves some of its coroutines behind when it meets damage.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_parameters_that_are_damaged_are_refused_and_the_file_is_named(policy):
+    path, trainable, _ = policy
+    refused_files = set()
+    for file in sorted(file for file in (path / "arrays").rglob("*") if file.is_file()):
+        whole, name = file.read_bytes(), str(file.relative_to(path))
+        ways = [flipped(whole, at) for at in range(0, len(whole), 97)]
+        for damaged in (*ways, whole[:-1], b"", None):
+            file.unlink() if damaged is None else file.write_bytes(damaged)
+            try:
+                batches = list(restore_parameters(path, trainable))
+            except MeshdialError as error:
+                refused_files.add(name)
+                reason = "is damaged: its bytes do not match its checksum"
+                sentence = f"{path / name} {reason if damaged is not None else 'is missing'}"
+                assert str(error) == sentence
+            else:  # what is damaged is of no parameter
+                assert_same(batches[0], trainable)
+        file.write_bytes(whole)
+    assert len(refused_files) >= 3
+
+
+def flipped(whole, at):
+    return whole[:at] + bytes([whole[at] ^ 8]) + whole[at + 1 :]
+
+
+def test_other_parameters_than_the_manifest_states_are_refused(policy):
+    path, trainable, state = policy
+    manifest = (path / "manifest.json").read_bytes()
+    changed = trainable | {"norm.scale": -trainable["norm.scale"]}
+    save_policy(Publisher(), path, changed, state, {"version": 2})
+    (path / "manifest.json").write_bytes(manifest)
+    batches = restore_parameters(path, trainable)
+    assert len(next(batches)) == 3
+    with pytest.raises(MeshdialError, match="its parameters do not match their content id"):
+        next(batches)
+    wider = trainable | {"norm.scale": jnp.zeros(7)}
+    with pytest.raises(MeshdialError, match=r"norm.scale is float32 \[6\], expected float32 \[7\]"):
+        next(restore_parameters(path, wider))
 
 
 def test_a_policy_that_does_not_fit_on_the_disk(tmp_path):

@@ -1,6 +1,8 @@
 """Processes that run one stage together: how they find each other, meet, and fail."""
 
+import hashlib
 import json
+import socket
 
 import pytest
 
@@ -46,9 +48,36 @@ def test_a_batch_script_is_no_step_of_several_tasks(environment):
 
 def test_slurm_says_who_the_others_are(environment):
     environment(SLURM)
-    assert group.settings() == (f"gpu007:{61440 + (64 * 70 + 3) % 4096}", 2, 1)
+    digest = hashlib.sha256(b"70.3").hexdigest()
+    assert group.settings() == (f"gpu007:{61440 + int(digest[:16], 16) % 4096}", 2, 1)
+    environment({"MESHDIAL_COORDINATOR": "gpu007:6"})  # another port, the rest from SLURM
+    assert group.settings() == ("gpu007:6", 2, 1)
     environment(dict(zip(VARIABLES, ("head:5", "4", "2"), strict=True)))
     assert group.settings() == ("head:5", 4, 2)  # what is given by hand comes first
+
+
+def test_steps_on_one_node_have_ports_of_their_own(environment):
+    environment(SLURM)
+    ports = set()
+    for job in (1000, 1064, 1128, 1001, 5096):
+        for step in (0, 1, 2, 64):
+            environment({"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)})
+            ports.add(int(group.settings().coordinator.rpartition(":")[2]))
+    assert len(ports) == 20
+    assert all(61440 <= port < 65536 for port in ports)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_a_port_that_is_taken_is_told_in_a_sentence(environment, host):
+    with socket.create_server((host, 0)) as taken:
+        port = taken.getsockname()[1]
+        environment(dict(zip(VARIABLES, (f"localhost:{port}", "2", "0"), strict=True)))
+        with pytest.raises(MeshdialError) as error:
+            group.join()
+    assert str(error.value) == (
+        f"the first process of the group cannot listen on port {port} (Address already in use): "
+        "set MESHDIAL_COORDINATOR to its HOST:PORT with a free port, in all of them"
+    )
 
 
 @pytest.mark.parametrize(
@@ -64,6 +93,7 @@ def test_the_first_host_of_a_list(nodes, host):
     [
         (("x:1", "2", None), "MESHDIAL_PROCESS_ID is not set, though MESHDIAL_COORDINATOR is"),
         (("x:1", "two", "0"), "MESHDIAL_NUM_PROCESSES is 'two', expected a whole number"),
+        (("x", "2", "0"), "MESHDIAL_COORDINATOR is 'x', expected HOST:PORT"),
         (("x:1", "2", "2"), "MESHDIAL_PROCESS_ID is 2, expected less than 2"),
     ],
 )

@@ -1,5 +1,8 @@
 """Iterations that sample with an older policy: versions, weights, figures and checks."""
 
+import json
+import shutil
+
 import numpy as np
 import pytest
 
@@ -75,7 +78,7 @@ def test_how_far_a_policy_moved_is_no_drift_and_passes_the_checks(lagged):
     found = figures(lagged, 3)
     bound = lagged.config["checks"]["max_logprob_drift"]
     assert found["logprob_staleness_mean"] > bound
-    assert not [name for name in found if "drift" in name]
+    assert not [name for name in found if "logprob_drift" in name]
     checks = read_json(lagged.path("3", "checks.json"))
     assert checks["logprob_staleness_mean"] == found["logprob_staleness_mean"]
     assert any("staleness" in line for line in lagged.said if "check_iteration" in line)
@@ -112,6 +115,32 @@ def test_rollouts_of_another_version_than_the_lag_says_fail_the_checks(tmp_path)
     pipeline.config["lag"] = 1
     with pytest.raises(MeshdialError, match=r"policy_version is 1, expected 0 in iteration 2 with"):
         pipeline.check(2)
+
+
+def test_the_proximal_policy_is_the_one_that_the_update_starts_from(lagged, tmp_path):
+    found = figures(lagged, 3)
+    assert found["anchor_drift_mean"] < 1e-5
+    copy = Pipeline(tmp_path / "copy", lag=1, **MOVING)
+    shutil.copytree(lagged.folder, copy.folder)
+    inputs = [("rollouts", "3/rollouts.parquet"), ("policy", "1/policy"), ("base", "base")]
+    outputs = [("policy_logprobs", "3/policy_logprobs.parquet")]
+    with pytest.raises(MeshdialError, match="1/policy holds policy version 1, expected 2"):
+        copy.stage("policy_logprobs", 3, inputs, outputs)
+    path = copy.path("3", "update.json")
+    path.write_text(json.dumps(found | {"anchor_drift_mean": 0.1}))
+    with pytest.raises(MeshdialError, match=r"anchor_drift_mean is 0\.1.* policy_logprobs is not"):
+        copy.check(3)
+
+
+def test_log_probabilities_of_another_policy_than_the_updates_fail_the_checks(lagged, tmp_path):
+    copy = Pipeline(tmp_path / "copy", lag=1, **MOVING)
+    shutil.copytree(lagged.folder, copy.folder)
+    manifest = copy.path("3", "policy", "manifest.json")
+    told = read_json(manifest)
+    told["inputs"]["policy"] = "sha256:0"
+    manifest.write_text(json.dumps(told))
+    with pytest.raises(MeshdialError, match=r"policy_logprobs\.parquet was made from policy"):
+        copy.check(3)
 
 
 def test_a_token_that_is_not_trained_on_has_no_weight_whatever_it_holds():

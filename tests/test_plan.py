@@ -41,7 +41,6 @@ def make_work(config=LLAMA_7B, lora=None, dtype="float32", **more):
         "group_size": 4,
         "num_updates": 1,
         "is_anchored": False,
-        "is_corrected": True,
         "prompt_tokens": 16,
         "completion_tokens": 8,
         "max_tokens": 8,

@@ -192,11 +192,9 @@ def test_an_update_writes_its_checkpoint():
     assert found == pytest.approx(bound + checkpoint_bytes(work) / 1e8)
 
 
-def test_a_lag_that_is_corrected_needs_policy_logprobs():
+def test_a_lag_needs_policy_logprobs():
     work, dial = make_work(TINY), Dial("", 1, ONE, ONE, None)
     assert iteration(work, dial, MACHINES).stages["policy"] > 0
-    uncorrected = replace(work, is_corrected=False)
-    assert iteration(uncorrected, dial, MACHINES).stages["policy"] == 0
     assert iteration(work, replace(dial, lag=0), MACHINES).stages["policy"] == 0
 
 

@@ -9,12 +9,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
+from jax.sharding import Mesh
 
 from rl.artifacts import artifact_id, read_json, read_table, table_provenance, write_table
 from rl.artifacts.publisher import Publisher
 from rl.errors import MeshdialError
 from rl.memory import Memory, memory_of
 from rl.models.transformer import completion_logprobs
+from rl.processes.runtime import AXES
+from rl.sharding import on, placed
 from rl.sync import load_base, synced
 
 from .pipeline import Pipeline
@@ -390,6 +393,29 @@ def test_an_artifact_of_another_run_fails_the_checks(copied, tmp_path):
         copied.check(1)
 
 
+@pytest.mark.parametrize("stage", ["generate_rollouts", "evaluate_policy"])
+def test_weights_of_another_version_are_refused(copied, stage):
+    prompts = "train.parquet" if stage == "generate_rollouts" else "heldout.parquet"
+    inputs = [("weights", "0/weights"), ("base", "base"), ("prompts", prompts)]
+    name = "rollouts" if stage == "generate_rollouts" else "evaluation"
+    expected = 1 if stage == "generate_rollouts" else 2
+    with pytest.raises(
+        MeshdialError, match=f"0/weights holds policy version 0, expected {expected}"
+    ):
+        copied.stage(stage, 2, inputs, [(name, "new.parquet")])
+    assert not copied.path("new.parquet").exists()
+
+
+def test_a_reference_of_other_rollouts_fails_the_checks(copied):
+    original = copied.path("1", "rollouts.parquet").read_bytes()
+    rewritten(copied, "rollouts", lambda table: with_first(table, "finish_reason", "timeout"))
+    inputs = [("rollouts", "1/rollouts.parquet"), ("base", "base")]
+    copied.stage("reference_logprobs", 1, inputs, [("reference", "1/reference.parquet")])
+    copied.path("1", "rollouts.parquet").write_bytes(original)
+    with pytest.raises(MeshdialError, match=r"reference\.parquet was made from rollouts with"):
+        copied.check(1)
+
+
 def test_drift_above_its_bound_fails_the_checks(copied):
     path = copied.path("1", "update.json")
     path.write_text(json.dumps(read_json(path) | {"logprob_drift_mean": 0.5}))
@@ -442,6 +468,15 @@ def test_memory_lets_the_oldest_entries_go_beyond_its_budget():
         memory.get("parameters", "a")
     assert [key[1] for key in memory.entries] == ["c", "a"]
     assert memory.get("parameters", "b") is None
+
+
+def test_a_replica_counts_in_the_budget():
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(4, 1, 1), AXES)
+    memory = Memory(budget_bytes=400)
+    for name in "abcd":
+        with on(mesh):
+            memory.put(placed({"norm.scale": np.zeros(10, np.float32)}), "parameters", name)
+    assert [key[1] for key in memory.entries] == ["c", "d"]
 
 
 def test_memory_lets_go_of_what_is_about_to_be_overwritten_under_every_name():

@@ -32,6 +32,8 @@ def batch_figures(reports: list[dict[str, float]]) -> dict[str, float]:
         figures["kl"] = average("kl")
     figures["logprob_drift_mean"] = ratio(first["drift"], first["num_tokens"])
     figures["logprob_drift_max"] = first["drift_max"]
+    if "anchor_drift" in first:
+        figures["anchor_drift_mean"] = ratio(first["anchor_drift"], first["num_tokens"])
     return figures | {"learning_rate": reports[-1]["learning_rate"]}
 
 

@@ -60,8 +60,8 @@ class MicroBatch(NamedTuple):
 
 Sums = dict[str, jax.Array]
 """Scalars over a micro-batch's trained tokens. `loss` and `policy_loss` are parts of the batch's,
-the rest are weighted sums beside the sum of `weight`; `drift` is summed over `num_tokens`, and
-`drift_max` is a maximum."""
+the rest are weighted sums beside the sum of `weight`; `drift` and `anchor_drift` are summed over
+`num_tokens`, and `drift_max` is a maximum."""
 
 
 def reinforcement_loss(
@@ -114,7 +114,12 @@ def supervised_loss(
 
 
 def _drift(policy: jax.Array, rows: MicroBatch) -> Sums:
-    """How far the sampler's log-probabilities are from the trainer's."""
+    """How far the sampler's log-probabilities are from the trainer's, and the proximal policy's
+    from those of the policy that the update starts from, which it should be."""
     is_trained = rows.weights_PGT > 0
     drift = jnp.where(is_trained, jnp.abs(policy - rows.rollout_logprobs_PGT), 0.0)
-    return {"drift": drift.sum(), "drift_max": drift.max(), "num_tokens": is_trained.sum()}
+    sums = {"drift": drift.sum(), "drift_max": drift.max(), "num_tokens": is_trained.sum()}
+    if rows.proximal_logprobs_PGT is not None:
+        anchor = jnp.where(is_trained, jnp.abs(policy - rows.proximal_logprobs_PGT), 0.0)
+        sums["anchor_drift"] = anchor.sum()
+    return sums

@@ -28,7 +28,6 @@ class Work:
     group_size: int
     num_updates: int
     is_anchored: bool  # several updates a batch, or another rollout dtype
-    is_corrected: bool  # off-policy weights where there is a lag
     prompt_tokens: int
     completion_tokens: int
     max_tokens: int
@@ -45,7 +44,7 @@ class Work:
 
     def needs_policy_logprobs(self, lag: int) -> bool:
         """Whether the actor scores the rollouts before the update."""
-        return self.is_anchored or (lag > 0 and self.is_corrected)
+        return self.is_anchored or lag > 0
 
     def micro_batches(self, num_prompts: int) -> tuple[int, int, int]:
         """(how many, prompts of each, members of each group in it) of so many groups."""
@@ -71,7 +70,6 @@ def work_of(run: Mapping, model: ModelConfig, prompt_tokens: int, completion_tok
         group_size=rollout["group_size"],
         num_updates=learner["updates_per_batch"],
         is_anchored=learner["updates_per_batch"] > 1 or rollout_dtype != dtype,
-        is_corrected=run["algorithm"].get("off_policy", {}).get("correction", "token") != "none",
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
         max_tokens=max(rollout["max_tokens"], completion_tokens),

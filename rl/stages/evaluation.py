@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import pyarrow as pa
 
+from rl import group
 from rl.artifacts import Publisher, read_table, write_table
 from rl.context import Context
 from rl.memory import memory_of
@@ -20,7 +21,7 @@ SEED = 0
 def evaluate_policy(job: Request, context: Context) -> str:
     """One completion of every held-out prompt, and whether it earned the full reward."""
     config = job.config
-    policy = rollout_policy(job, memory_of(context))
+    policy = rollout_policy(job, memory_of(context), job.iteration)
     tokenizer = tokenizer_of(memory_of(context), job.input("base"))
     prompts = read_table(job.input("prompts"), "prompts")
     prompts = prompts.slice(0, config["evaluation.max_prompts"])
@@ -56,9 +57,15 @@ def _sampling(config: Mapping) -> SamplingConfig:
 
 
 def _scored(table: pa.Table, config: Mapping, context: Context) -> pa.Table:
-    rewards = score_rollouts(table, config["evaluation.functions"], SEED, config, context)
-    values = rewards["reward"].to_pylist()
-    table = table.append_column("reward", rewards["reward"])
-    is_correct = [value is not None and value >= 1.0 for value in values]
-    table = table.append_column("is_correct", pa.array(is_correct))
-    return table.append_column("scored_ok", rewards["scored_ok"])
+    """The table with its rewards: of a group, the first process alone runs the user's functions."""
+
+    def score() -> dict[str, list]:
+        functions = config["evaluation.functions"]
+        rewards = score_rollouts(table, functions, SEED, config, context)
+        return rewards.select(["reward", "scored_ok"]).to_pydict()
+
+    scored = group.first(score)
+    is_correct = [value is not None and value >= 1.0 for value in scored["reward"]]
+    table = table.append_column("reward", pa.array(scored["reward"], pa.float64()))
+    table = table.append_column("is_correct", pa.array(is_correct, pa.bool_()))
+    return table.append_column("scored_ok", pa.array(scored["scored_ok"], pa.bool_()))

@@ -15,6 +15,7 @@ from rl.errors import MeshdialError
 from rl.memory import memory_of
 from rl.rewards import score, scorer_hash
 from rl.rollout.sampling import SamplingConfig
+from rl.schedule import behaviour_version
 from rl.stages.completions import sample_completions
 from rl.stages.request import Request
 from rl.sync import rollout_policy, tokenizer_of
@@ -36,7 +37,8 @@ def generate_rollouts(job: Request, context: Context) -> str:
     """A group of completions for each prompt of this iteration's window."""
     config = job.config
     job.input("weights")  # without them it would be the base that is sampled
-    policy = rollout_policy(job, memory_of(context))
+    version = behaviour_version(int(job.cost["lag"]), job.iteration)
+    policy = rollout_policy(job, memory_of(context), version)
     tokenizer = tokenizer_of(memory_of(context), job.input("base"))
     prompts = read_table(job.input("prompts"), "prompts")
     size = config["rollout.prompts_per_iteration"]

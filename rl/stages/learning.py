@@ -36,7 +36,7 @@ def update_actor(job: Request, context: Context) -> str:
     temperature, max_tokens = config["rollout.temperature"], config["rollout.max_tokens"]
     batch = update_batch(rollouts, temperature, max_tokens, _columns(job))
     batch, off_policy_figures = _corrected(batch, config)
-    policy = load_policy(job, memory_of(context), is_taken=True)
+    policy = load_policy(job, memory_of(context), job.iteration - 1, is_taken=True)
     with job.computing():
         trainable, state, figures = update(
             policy.spec,
@@ -147,8 +147,7 @@ def check_iteration(job: Request, context: Context) -> str:
     rewards = read_table(job.input("rewards"), "rewards")
     advantages = read_table(job.input("advantages"), "advantages")
     _check_figures(job, figures)
-    if behaviour == job.iteration - 1:
-        _check_drift(job, figures, job.cost["max_logprob_drift"])
+    _check_drifts(job, figures, behaviour)
     _check_version(job, rollouts, behaviour)
     _check_rollouts(job, rollouts)
     _check_scores(job, join(rollouts.select(["sample_id"]), rewards, ["scored_ok", "failure"]))
@@ -185,13 +184,19 @@ def _check_figures(job: Request, figures: dict) -> None:
             )
 
 
-def _check_drift(job: Request, figures: dict, max_drift: float) -> None:
-    drift = figures["logprob_drift_mean"]
-    if drift > max_drift:
-        raise MeshdialError(
-            f"{job.input('figures')}: logprob_drift_mean is {drift:.2g}, above "
-            f"checks.max_logprob_drift = {max_drift:g}: rollout and trainer disagree on the policy"
-        )
+def _check_drifts(job: Request, figures: dict, behaviour: int) -> None:
+    """What is said twice of one policy agrees: by rollout and trainer, where it is the policy that
+    the update starts from, and by `policy_logprobs` and the update."""
+    meanings = {"anchor_drift_mean": "policy_logprobs is not of the policy that the update starts"}
+    if behaviour == job.iteration - 1:
+        meanings["logprob_drift_mean"] = "rollout and trainer disagree on the policy"
+    for name, meaning in meanings.items():
+        drift, bound = figures.get(name, 0.0), job.cost["max_logprob_drift"]
+        if drift > bound:
+            raise MeshdialError(
+                f"{job.input('figures')}: {name} is {drift:.2g}, above checks.max_logprob_drift = "
+                f"{bound:g}: {meaning}"
+            )
 
 
 def _check_version(job: Request, rollouts, expected: int) -> None:
@@ -205,13 +210,21 @@ def _check_version(job: Request, rollouts, expected: int) -> None:
 
 def _check_provenance(job: Request) -> None:
     """The tables and the policy of this iteration were made from one another."""
-    for made, source in (("rewards", "rollouts"), ("advantages", "rewards")):
+    scored = [(name, "rollouts") for name in ("reference", "policy_logprobs") if name in job.inputs]
+    for made, source in (("rewards", "rollouts"), ("advantages", "rewards"), *scored):
         stated = table_provenance(job.input(made))["inputs"].get(source)
         _check_origin(job, job.input(made), source, stated)
-    stated = read_json(job.input("policy") / MANIFEST)["inputs"]
+    updated = read_json(job.input("policy") / MANIFEST)["inputs"]
     for source in ("rollouts", "advantages", "reference", "policy_logprobs"):
         if source in job.inputs:
-            _check_origin(job, job.input("policy"), source, stated.get(source))
+            _check_origin(job, job.input("policy"), source, updated.get(source))
+    if "policy_logprobs" in job.inputs:
+        stated = table_provenance(job.input("policy_logprobs"))["inputs"].get("policy")
+        if stated != updated.get("policy"):
+            raise MeshdialError(
+                f"{job.input('policy_logprobs')} was made from policy with the content id {stated},"
+                f" but the update from {updated.get('policy')}; delete what does not belong here"
+            )
 
 
 def _check_origin(job: Request, made: Path, source: str, stated: str | None) -> None:

@@ -1,22 +1,26 @@
 """Policy version 0, and the export of each version's weights for the rollout role."""
 
 import time
+from collections.abc import Iterable, Mapping
+from functools import partial
 
-from rl.artifacts import MANIFEST, Publisher, read_json
-from rl.checkpoint import save_policy
+from rl.artifacts import Publisher
+from rl.checkpoint import abstract_trainable, read_manifest, restore_parameters, save_policy
 from rl.context import Context
 from rl.learner import init_optimizer
-from rl.memory import memory_of
+from rl.memory import Memory, memory_of
+from rl.models.spec import ModelConfig, ModelSpec, Parameters
 from rl.models.transformer import init_lora
 from rl.sharding import current, name_of, placed
 from rl.stages.request import Request
 from rl.sync import (
     base_facts,
     cast,
+    check_version,
     first_optimizer,
+    held_parameters,
     load_base,
-    load_policy,
-    nbytes,
+    on_mesh,
     remember_policy,
 )
 from rl.weights import export_weights
@@ -54,38 +58,68 @@ def publish_policy(
 
 
 def sync_weights(job: Request, context: Context) -> str:
-    """The trained parameters in the rollout's dtype: what another process needs of this version."""
-    policy = load_policy(job, memory_of(context))
+    """The trained parameters in the rollout's dtype: what another process needs of this version.
+
+    A process that does not hold them reads them from the checkpoint, some at a time.
+    """
     started = time.perf_counter()
-    dtype = job.config["rollout.dtype"]
-    dtype = policy.spec.dtype if dtype == "same" else dtype
-    parameters = cast(policy.trainable, dtype)
-    is_alias = all(parameters[name] is value for name, value in policy.trainable.items())
-    target = job.outputs["weights"]
-    manifest = export_weights(
+    config, base_manifest = base_facts(job.input("base"))
+    manifest = read_manifest(job.input("policy"))
+    check_version(job.input("policy"), manifest, job.iteration)
+    kept, exported = _specs(job, config, base_manifest["dtype"])
+    outcome, parameters = _exportable(job, memory_of(context), manifest, kept, exported.dtype)
+    written = export_weights(
         Publisher(context.check_alive),
-        target,
-        job.spec(policy.spec.config, dtype),
+        job.outputs["weights"],
+        exported,
         parameters,
         base=job.input("base"),
         base_path=job.shown(job.input("base")),
-        source_content_id=policy.content_id,
-        version=policy.version,
-        parent=read_json(job.input("policy") / MANIFEST)["parent"],
+        source_content_id=manifest["parameters_content_id"],
+        version=manifest["version"],
+        parent=manifest["parent"],
         manifest_extra=job.provenance(),
     )
     here = name_of(current())
-    memory_of(context).put(parameters, "parameters", manifest["content_id"], here)
+    if outcome != "load":
+        memory_of(context).put(parameters, "parameters", written["content_id"], here)
+    bytes_written = _nbytes(exported)
     job.costs_found["sync"] = {
-        "outcome": "alias" if is_alias else "cast",
+        "outcome": outcome,
         "bytes_moved": 0,
         "bytes_received": 0,
-        "bytes_written": nbytes(parameters),
-        "bytes_read": 0,
+        "bytes_written": bytes_written,
+        "bytes_read": _nbytes(kept) if outcome == "load" else 0,
         "seconds": time.perf_counter() - started,
-        "dtype": dtype,
-        "source_sharding": here,
+        "dtype": exported.dtype,
+        "source_sharding": "file" if outcome == "load" else here,
         "target_sharding": here,
     }
-    outcome = "alias, 0 bytes moved" if is_alias else f"cast to {dtype}"
-    return f"{outcome}, {nbytes(parameters) / 1e6:.1f} MB exported"
+    return f"{_SAID[outcome].format(exported.dtype)}, {bytes_written / 1e6:.1f} MB exported"
+
+
+_SAID = {"alias": "alias, 0 bytes moved", "cast": "cast to {}", "load": "read from the checkpoint"}
+
+
+def _specs(job: Request, config: ModelConfig, dtype: str) -> tuple[ModelSpec, ModelSpec]:
+    """The policy's, as it is kept and as the rollout wants it."""
+    wanted = job.config["rollout.dtype"]
+    return job.spec(config, dtype), job.spec(config, dtype if wanted == "same" else wanted)
+
+
+def _exportable(
+    job: Request, memory: Memory, manifest: Mapping, spec: ModelSpec, dtype: str
+) -> tuple[str, Parameters | Iterable[Parameters]]:
+    """(outcome, the policy's parameters in this dtype, in batches if they are read from a file)."""
+    held = held_parameters(memory, manifest)
+    if held is None:
+        batches = restore_parameters(job.input("policy"), on_mesh(abstract_trainable(spec)))
+        return "load", map(partial(cast, dtype=dtype), batches)
+    parameters = cast(held, dtype)
+    is_alias = all(parameters[name] is value for name, value in held.items())
+    return "alias" if is_alias else "cast", parameters
+
+
+def _nbytes(spec: ModelSpec) -> int:
+    leaves = abstract_trainable(spec).values()
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)

@@ -23,7 +23,7 @@ def reference_logprobs(job: Request, context: Context) -> str:
 
 def policy_logprobs(job: Request, context: Context) -> str:
     """Under policy n-1, the anchor of the update's ratio."""
-    policy = load_policy(job, memory_of(context))
+    policy = load_policy(job, memory_of(context), job.iteration - 1)
     return _write_logprobs(
         job, context, "policy_logprobs", policy.spec, policy.trainable, policy.frozen
     )

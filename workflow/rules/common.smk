@@ -22,7 +22,7 @@ from rl.workflow import enter_workflow
 
 # Long runs are long chains of jobs, which Snakemake walks recursively.
 sys.setrecursionlimit(100_000)
-enter_workflow()
+enter_workflow(is_remote=workflow.remote_exec)
 
 
 def check_files(run):
@@ -95,6 +95,11 @@ def slice_of(name):
 def cost(key, block, choose=run_of):
     """A setting that changes cost alone, so that it is no reason to run a stage again."""
     return lambda wildcards: str(choose(wildcards)[block][key])
+
+
+def lag_of(wildcards):
+    """For a check alone: which version is sampled with is decided by the input."""
+    return str(run_of(wildcards)["lag"])
 
 
 def last_iteration(wildcards):

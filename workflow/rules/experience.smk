@@ -43,6 +43,7 @@ rule generate_rollouts:
         **on_mesh("rollout"),
         last=last_iteration,
         max_rows=cost("max_rows", "rollout"),
+        lag=lag_of,
     params:
         config=slice_of("generate_rollouts"),
     shell:
@@ -50,7 +51,7 @@ rule generate_rollouts:
             "generate_rollouts",
             inputs="weights base prompts",
             outputs="rollouts",
-            costs="max_rows",
+            costs="max_rows lag",
         )
 
 
