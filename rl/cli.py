@@ -56,6 +56,7 @@ def find_workers(root: str | None = None) -> list[dict]:
 
     Those of this machine, and those that the current folder has on other nodes of a SLURM job.
     """
+    pool.remove_ended(os.getcwd())
     sockets = glob.glob(os.path.join(glob.escape(runtime.runtime_dir()), "*.sock"))
     found = {}
     for address in [*sorted(sockets), *pool.endpoints(os.getcwd())]:

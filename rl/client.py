@@ -76,6 +76,9 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     log.complain(arguments.stage, reply)
     if reply.get("is_in_group"):
+        from rl import group
+
+        group.leave()
         os._exit(1)  # JAX would first wait for the others, which may wait for this one
     return 1
 
@@ -188,7 +191,7 @@ class StageLog:
 class FollowerLog(StageLog):
     """Of a process that runs a stage together with others: the first of them does the talking.
 
-    If that one fails too it does so at once, and takes the others with it before they complain.
+    If that one fails too it does so at once, and ends the others before they complain.
     """
 
     def __init__(self, path: str | None, number: int):

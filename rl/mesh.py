@@ -1,8 +1,10 @@
 """The dial: which device mesh each of the five roles runs on.
 
-The meshes that a run uses lie end to end on the devices of the machine, in the config's order. A
-mesh is written as one word, `NAME:devices=N[,first=K][,AXIS=SIZE...]`, and several are joined by
-`+`; `rl.processes.runtime` reads them. What its roles do not use of a dial is left out.
+The meshes of a dial lie end to end on the devices of the machine, in the config's order, whether a
+run uses them or not: a mesh has the same devices in every run of a batch. A mesh is written as one
+word, `NAME:devices=N[,first=K][,AXIS=SIZE...]`, and several are joined by `+`;
+`rl.processes.runtime` reads them. A process holds only those that its run computes on, so that
+the devices of a last mesh that no role computes on need not be there.
 """
 
 import json
@@ -57,7 +59,7 @@ def layouts(config: Mapping) -> dict[str, str]:
             places = {"devices": mesh["devices"]} | ({"first": first} if first else {})
             pairs = ",".join(f"{key}={n}" for key, n in (places | mesh["axes"]).items())
             words[name] = f"{name}:{pairs}"
-            first += mesh["devices"]
+        first += mesh["devices"]
     return words
 
 

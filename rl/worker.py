@@ -7,6 +7,7 @@
 4. A stage may stop early, and does not publish, once its client or workflow has died.
 5. It retires when told, when idle, when its workflows have ended, when its code has changed, or
    when its files were removed; requests not yet taken up are sent back, to find another worker.
+   SIGTERM ends it at once, with a word to those who wait.
 
 What it holds is only a cache: killed at any moment, it leaves nothing that anyone would trust.
 """
@@ -18,8 +19,6 @@ import socket
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable
 
 from rl.context import Context
 from rl.errors import ClientGone, MeshdialError
@@ -43,7 +42,7 @@ class Worker:
         self.place, self.lock, self.fingerprint = place, lock, fingerprint
         self.identity = {**liveness.identify(os.getpid()), "root": place.root}
         layouts = runtime.parse_process_layout(place.layout)
-        names = accelerators.device_names(layouts)
+        names = accelerators.device_names(layouts, launcher)
         self.devices = Devices(names, {**self.identity, "socket": place.socket})
         meshes = [layout.name for layout in layouts]
         self.facts = {"launcher": launcher, "meshes": meshes, "devices": names}
@@ -68,8 +67,8 @@ class Worker:
     # The main thread: one stage at a time.
     def serve(self) -> None:
         """Run stages until it is time to retire."""
-        listening = [_start_thread(self._accept, listener) for listener in self.listeners]
-        _start_thread(self._watch)
+        listening = [liveness.start_thread(self._accept, listener) for listener in self.listeners]
+        liveness.start_thread(self._watch)
         say(f"ready for {self.place.root}, {self.place.layout}")
         while (job := self._next_job()) is not None:
             try:
@@ -239,6 +238,15 @@ class Worker:
             say("ends at once, as it was told")
             os._exit(1)
 
+    def end(self) -> None:
+        """Say to all who wait that there is no more time, as at the end of a SLURM job."""
+        self.retire("it was told to end (SIGTERM)")
+        job = self.running
+        if job is not None:
+            self._finish(job, {"event": "failed", "message": f"the worker leaves: {self.reason}"})
+        pool.forget(self.place)
+        say(f"leaves at once: {self.reason}")
+
     def retire(self, reason: str) -> None:
         """Take up nothing more: the running stage is finished, the waiting ones are sent back."""
         with self.changed:
@@ -304,6 +312,7 @@ def main() -> None:
         worker = make_worker(arguments)
     except MeshdialError as error:
         sys.exit(str(error))
+    liveness.end_on_sigterm(worker.end)
     worker.serve()
     pool.forget(worker.place)
     say(f"leaves: {worker.reason}")
@@ -315,27 +324,13 @@ def make_worker(arguments: argparse.Namespace) -> Worker:
     find_place = pool.place_of if arguments.peer else runtime.place_of
     place = find_place(os.getcwd(), arguments.layout)
     worker = Worker(place, arguments.lock, arguments.launcher, arguments.fingerprint)
-    accelerators.configure_jax(runtime.parse_process_layout(arguments.layout))
+    layouts = runtime.parse_process_layout(arguments.layout)
+    accelerators.configure_jax(layouts, arguments.launcher)
     if arguments.peer:
         worker.listen_to_nodes(arguments.peer)
     else:
         runtime.write_holder(arguments.lock, worker.identity)
     return worker
-
-
-def _start_thread(target: Callable[..., None], *words) -> threading.Thread:
-    """A thread without which the worker is of no use: if it breaks, the process ends."""
-
-    def work() -> None:
-        try:
-            target(*words)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    return thread
 
 
 def say(text: str) -> None:

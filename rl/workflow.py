@@ -6,12 +6,19 @@ import sys
 from pathlib import Path
 
 from rl.errors import MeshdialError
+from rl.processes import slurm
 
 _held: list[int] = []
 
 
-def enter_workflow() -> None:
-    """Stages run with this Python, and do not publish for this process once it has died."""
+def enter_workflow(is_remote: bool) -> None:
+    """Stages run with this Python, and do not publish for this process once it has died.
+
+    `is_remote` says that Snakemake's executor has started this process for one stage, and under
+    SLURM the job around it.
+    """
+    if is_remote:
+        os.environ[slurm.STAGE_JOB] = slurm.job()
     own_folder = str(Path(sys.executable).parent)
     os.environ["PATH"] = os.pathsep.join([own_folder, os.environ.get("PATH", "")])
     os.environ["MESHDIAL_PARENT_PID"] = f"{os.getpid()}@{os.uname().nodename}"

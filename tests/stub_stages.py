@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from rl import group
-from rl.errors import MeshdialError
+from rl.errors import ClientGone, MeshdialError
 
 
 def run(request, context):
@@ -45,6 +45,10 @@ def remember(key, request, context):
 
 def refuse(text, request, context):
     raise MeshdialError(text)
+
+
+def give_up(text, request, context):
+    raise ClientGone(text)
 
 
 def fail(text, request, context):
@@ -109,5 +113,5 @@ def leave(code, request, context):
 ORDERS = {
     name: function
     for name, function in list(globals().items())
-    if callable(function) and name not in ("run", "Path", "MeshdialError")
+    if callable(function) and name not in ("run", "Path", "ClientGone", "MeshdialError")
 }

@@ -19,7 +19,7 @@ SLURM = {"SLURM_JOB_ID": "17", "SLURM_STEP_ID": "3"}
 def machine(monkeypatch):
     """A machine with GPUs 0, 1, 3, 5, 6 and 7; a function that sets its environment."""
     for name in list(os.environ):
-        if name.startswith(("SLURM_", "JAX_", "XLA_", "CUDA_")):
+        if name.startswith(("SLURM_", "JAX_", "XLA_", "CUDA_", "MESHDIAL_")):
             monkeypatch.delenv(name)
     monkeypatch.setattr(accelerators, "_gpu_numbers", lambda: [0, 1, 3, 5, 6, 7])
 
@@ -31,12 +31,12 @@ def machine(monkeypatch):
     return set_environment
 
 
-def names(layout):
-    return accelerators.device_names(parse_process_layout(layout))
+def names(layout, launcher="warm"):
+    return accelerators.device_names(parse_process_layout(layout), launcher)
 
 
-def gpus(layout, num_processes=1):
-    return accelerators.own_gpus(parse_process_layout(layout), num_processes)
+def gpus(layout, launcher="warm", num_processes=1):
+    return accelerators.own_gpus(parse_process_layout(layout), launcher, num_processes)
 
 
 @pytest.mark.parametrize(
@@ -89,15 +89,51 @@ def test_a_part_of_a_tpu_is_refused(machine):
         names(DECODE)
 
 
-def test_a_slurm_step_with_just_the_wanted_gpus_owns_them(machine):
+def test_the_step_of_a_pool_worker_with_just_the_wanted_gpus_is_its_own(machine):
     machine(**SLURM, CUDA_VISIBLE_DEVICES="0,1")
-    assert gpus(DECODE) == ["0", "1"]
-    assert names(DECODE) == ["gpu-17.3-0", "gpu-17.3-1"]
+    assert gpus(DECODE, "pool") == ["0", "1"]
+    assert names(DECODE, "pool") == ["gpu-17.3-0", "gpu-17.3-1"]
+
+
+def test_the_job_of_one_stage_is_its_own(machine):
+    """With a step around it or, in a job for several tasks, without."""
+    machine(SLURM_JOB_ID="17", MESHDIAL_STAGE_JOB="17", CUDA_VISIBLE_DEVICES="0,1")
+    assert gpus(DECODE, "cold") == ["0", "1"]
+    machine(SLURM_STEP_ID="0")
+    assert gpus(DECODE, "cold") == ["0", "1"]
+    machine(MESHDIAL_STAGE_JOB="16")  # as in a job that was submitted from there
+    with pytest.raises(MeshdialError, match="mesh decode wants 2 GPUs, up to number 5 of"):
+        gpus(DECODE, "cold")
+
+
+@pytest.mark.parametrize("launcher", ["warm", "shared", "cold"])
+@pytest.mark.parametrize("step", [None, "0"], ids=["batch script", "shell of srun"])
+def test_two_meshes_in_one_job_never_get_the_same_gpu(machine, launcher, step):
+    machine(SLURM_JOB_ID="17", SLURM_STEP_ID=step, CUDA_VISIBLE_DEVICES="0")
+    assert gpus("train:devices=1", launcher) == ["0"]
+    sentence = "mesh decode wants 1 GPUs, up to number 1 of this machine counted from 0, and 1 are"
+    with pytest.raises(MeshdialError, match=sentence):
+        gpus("decode:devices=1,first=1", launcher)
+    with pytest.raises(MeshdialError, match=sentence):
+        names("decode:devices=1,first=1", launcher)
+    machine(CUDA_VISIBLE_DEVICES="4,6")
+    assert gpus("train:devices=1", launcher) == ["4"]
+    assert gpus("decode:devices=1,first=1", launcher) == ["6"]
+
+
+def test_the_last_gpu_counts_whatever_the_order_of_the_meshes(machine):
+    machine(CUDA_VISIBLE_DEVICES="0,1,2")
+    with pytest.raises(MeshdialError, match="up to number 5 of this machine"):
+        gpus("decode:devices=2,first=4+train:devices=2")
+
+
+def test_a_gap_between_the_meshes_of_a_process_stays_free(machine):
+    assert gpus("train:devices=2+decode:devices=2,first=4") == ["0", "1", "6", "7"]
 
 
 def test_slurm_tells_which_gpus_those_are(machine):
     machine(**SLURM, CUDA_VISIBLE_DEVICES="0,1", SLURM_STEP_GPUS="6,7", SLURM_JOB_GPUS="5,6,7")
-    assert names(DECODE) == ["gpu-6", "gpu-7"]
+    assert names(DECODE, "pool") == ["gpu-6", "gpu-7"]
 
 
 def test_workers_in_one_slurm_job_share_its_gpus(machine):
@@ -115,18 +151,18 @@ def test_cpu_devices_of_two_jobs_differ(machine):
 
 def test_processes_on_one_node_divide_its_gpus(machine):
     machine(**SLURM, CUDA_VISIBLE_DEVICES="0,1,2,3", SLURM_LOCALID="1")
-    assert gpus(TRAIN, num_processes=2) == ["2", "3"]
+    assert gpus(TRAIN, "cold", num_processes=2) == ["2", "3"]
     machine(CUDA_VISIBLE_DEVICES="0,1")  # two nodes, or bound to its task
-    assert gpus(TRAIN, num_processes=2) == ["0", "1"]
+    assert gpus(TRAIN, "cold", num_processes=2) == ["0", "1"]
     with pytest.raises(MeshdialError, match="4 devices, which 3 processes cannot share evenly"):
-        gpus(TRAIN, num_processes=3)
+        gpus(TRAIN, "cold", num_processes=3)
 
 
 def run_jax(tmp_path, layout, num_processes=1, **variables):
     code = (
         "import json, os; from rl.processes import accelerators, runtime;"
         f"layouts = runtime.parse_process_layout({layout!r});"
-        f"accelerators.configure_jax(layouts, {num_processes});"
+        f"accelerators.configure_jax(layouts, 'cold', {num_processes});"
         "import jax; c = jax.config; print(json.dumps([c.jax_compilation_cache_dir,"
         "c.jax_persistent_cache_min_compile_time_secs, jax.device_count(), c.jax_platforms]))"
     )

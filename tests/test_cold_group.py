@@ -47,12 +47,47 @@ def test_a_failure_of_the_second_alone_is_told_and_ends_it(field, start):
 
 
 def test_who_waits_for_a_failed_process_fails_too(field, start):
-    """The first says so and ends at once, and JAX ends the others before they repeat it."""
+    """The first says so, and ends the others before they repeat it."""
     first = start(0, ["meet", ""])
     second = start(1, ["refuse", "no column x"])
     code, _, told = field.finish(first)
     assert code == 1
     assert told == "stub: process 1 of 2 failed: no column x\n"
-    code, _, told = field.finish(second)
-    assert code != 0
-    assert told == ""
+    assert field.finish(second) == (1, "", "")
+
+
+@pytest.mark.parametrize(
+    "orders",
+    [[["note", "in"], ["wait_for", "never"]], [["note", "in"], ["ignore_all", "never"]], []],
+    ids=["at work", "deaf", "done"],
+)
+def test_a_failure_of_the_first_is_told_once_and_ends_all(field, start, orders):
+    """The second may compute, and hear nothing of it, or wait for the end of the stage."""
+    second = start(1, *orders)
+    first = start(0, ["wait_for", "go"], ["refuse", "no column x"])
+    if orders:
+        field.until_noted("in")
+    (field.root / "go").touch()
+    assert field.finish(first) == (1, "", "stub: no column x\n")
+    assert field.finish(second) == (1, "", "")
+    assert (field.root / "stage.log").read_text() == "stub: no column x\n"
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+def test_all_end_when_one_sees_that_nobody_waits(field, start, gone):
+    """As when the workflow has died: JAX would have this one wait for the others."""
+    processes = [
+        start(number, ["give_up", "nobody waits"] if number == gone else ["meet", ""])
+        for number in range(2)
+    ]
+    (code, _, told), second = [field.finish(process) for process in processes]
+    reason = "nobody waits" if gone == 0 else "process 1 of 2 failed: nobody waits"
+    assert (code, told) == (1, f"stub: {reason}\n")
+    assert second == (1, "", "")
+
+
+def test_the_first_says_that_the_second_failed_after_its_own_work(field, start):
+    first = start(0)
+    second = start(1, ["refuse", "no room"])
+    assert field.finish(first) == (1, "", "stub: process 1 of 2 failed: no room\n")
+    assert field.finish(second) == (1, "", "")

@@ -36,15 +36,25 @@ def test_one_mesh_serves_every_role():
 def test_meshes_lie_end_to_end_and_those_of_unused_roles_are_left_out():
     config = run(MESHES, ROLES)
     assert process_layout(config) == (
-        "train:devices=4,fsdp=2,tensor=2+decode:devices=2,first=4,tensor=2+frozen:devices=1,first=6"
+        "train:devices=4,fsdp=2,tensor=2+decode:devices=2,first=12,tensor=2"
+        "+frozen:devices=1,first=14"
     )
-    assert layout(config, "rollout") == "decode:devices=2,first=4,tensor=2"
+    assert layout(config, "rollout") == "decode:devices=2,first=12,tensor=2"
     without = run(MESHES, ROLES, coefficient=0)
-    assert list(layouts(without)) == ["train", "decode"]
+    assert layouts(without) == {name: layouts(config)[name] for name in ("train", "decode")}
     places = [
         (m.name, m.first, m.num_devices) for m in parse_process_layout(process_layout(config))
     ]
-    assert places == [("train", 0, 4), ("decode", 4, 2), ("frozen", 6, 1)]
+    assert places == [("train", 0, 4), ("decode", 12, 2), ("frozen", 14, 1)]
+
+
+def test_a_mesh_has_the_same_devices_with_and_without_the_reference():
+    """So that in a sweep over both one worker serves a mesh in all runs."""
+    meshes = {"frozen": {"devices": 1}, "train": {"devices": 2}, "decode": {"devices": 1}}
+    words = {"train": "train:devices=2,first=1", "decode": "decode:devices=1,first=3"}
+    assert layouts(run(meshes, ROLES | {"reward": "train"}, coefficient=0)) == words
+    with_reference = layouts(run(meshes, ROLES | {"reward": "train"}))
+    assert with_reference == {"frozen": "frozen:devices=1"} | words
 
 
 def test_a_pool_is_named_after_the_first_role_on_its_mesh():

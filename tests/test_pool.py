@@ -21,6 +21,7 @@ echo "$@" >> {calls}
 until [ "${{1#/}}" != "$1" ]; do shift; done
 exec env SLURM_STEP_ID=$$ SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NTASKS=1 SLURM_STEP_NUM_TASKS=1 "$@"
 """
+SQUEUE = "#!/bin/sh\nprintf '17 RUNNING\\n18 COMPLETING\\n19 TIMEOUT\\n'\n"
 
 
 @pytest.fixture
@@ -30,6 +31,8 @@ def allocation(field, tmp_path, monkeypatch):
         if name.startswith("SLURM_"):
             monkeypatch.delenv(name)
     add_command(tmp_path, monkeypatch, "srun", SRUN.format(calls=tmp_path / "calls"))
+    add_command(tmp_path, monkeypatch, "squeue", SQUEUE)
+    add_command(tmp_path, monkeypatch, "scontrol", "#!/bin/sh\necho 'ClusterName = here'\n")
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     monkeypatch.setenv("SLURMD_NODENAME", "localhost")
     monkeypatch.chdir(field.root)
@@ -270,3 +273,46 @@ def test_a_cold_stage_becomes_srun_in_a_job_of_several_tasks(allocation, tmp_pat
     (words,) = allocation.calls.read_text().splitlines()
     assert "-n 2 -c 4 --input=none --kill-on-bad-exit=1 --quit-on-interrupt --mpi=none" in words
     assert "-m rl.client stub --launcher cold" in words
+
+
+def test_files_of_jobs_that_are_over_are_removed(allocation, tmp_path, monkeypatch, capsys):
+    """A job's end kills its steps, so that a worker may leave its address behind."""
+    folder = allocation.root / pool.FOLDER
+    folder.mkdir(mode=0o700)
+    jobs = {"17": "here", "17-1": "here", "18": "here", "19": "here", "20": "here"}
+    jobs |= {"21": "elsewhere", "22": ""}
+    for job, cluster in jobs.items():
+        pool.write_endpoint(folder / f"{job}-all-1a.json", {"claimed_by": "n1", "cluster": cluster})
+        (folder / f"{job}-all-1a.log").touch()
+    os.utime(folder / "20-all-1a.log", (0, 0))
+    (folder / "secret").touch(mode=0o600)
+    add_command(tmp_path, monkeypatch, "squeue", "#!/bin/sh\nexit 1\n")
+    pool.remove_ended(str(allocation.root))
+    assert len(pool.endpoints(str(allocation.root))) == 7  # SLURM does not answer
+    add_command(tmp_path, monkeypatch, "squeue", SQUEUE)
+    cli.main(["worker", "status"])
+    assert capsys.readouterr().out == "no worker runs\n"
+    left = [path.name.partition("-all")[0] for path in sorted(folder.glob("*.json"))]
+    assert left == ["17-1", "17", "18", "21"]
+    assert (folder / "19-all-1a.log").exists() and not (folder / "20-all-1a.log").exists()
+    assert (folder / "secret").exists()
+
+
+@pytest.mark.parametrize("order", ["wait_for", "ignore_all"])
+def test_sigterm_ends_a_worker_in_order(allocation, order):
+    """As at the end of a job: whoever waits is told, and no address is left."""
+    process = allocation.start(["note", "in"], [order, "never"], launcher="pool")
+    worker = allocation.until_noted("in")
+    os.kill(worker, signal.SIGTERM)
+    code, _, told = allocation.finish(process)
+    assert (code, told) == (1, "stub: the worker leaves: it was told to end (SIGTERM)\n")
+    allocation.until(lambda: liveness.identify(worker) is None)
+    assert pool.endpoints(str(allocation.root)) == []
+
+
+def test_sigterm_ends_an_idle_worker(allocation):
+    assert call(allocation, ["note", "x"])[0] == 0
+    worker = allocation.until_noted("x")
+    os.kill(worker, signal.SIGTERM)
+    allocation.until(lambda: liveness.identify(worker) is None)
+    assert pool.endpoints(str(allocation.root)) == []

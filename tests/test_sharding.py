@@ -190,8 +190,12 @@ def test_sizes_that_do_not_divide_are_refused_by_name(axes, name):
         sharding.check_model_fits(axes, CONFIG, "mesh m")
 
 
-def test_meshes_of_one_process_lie_end_to_end():
-    layouts = parse_process_layout("train:devices=2,fsdp=2+decode:devices=2,first=2,tensor=2")
+@pytest.mark.parametrize("first", [2, 6])
+def test_meshes_of_one_process_lie_end_to_end(first):
+    """Whatever lies between them on the machine, a mesh that the run does not use."""
+    layouts = parse_process_layout(
+        f"train:devices=2,fsdp=2+decode:devices=2,first={first},tensor=2"
+    )
     train, decode = (sharding.device_mesh(layouts, name) for name in ("train", "decode"))
     assert list(train.devices.flat) == jax.devices()[:2]
     assert list(decode.devices.flat) == jax.devices()[2:4]

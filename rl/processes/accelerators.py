@@ -17,7 +17,7 @@ from rl.processes.runtime import Layout
 GPU_PLATFORMS = ("gpu", "cuda", "rocm")
 
 
-def device_names(layouts: Sequence[Layout]) -> list[str]:
+def device_names(layouts: Sequence[Layout], launcher: str) -> list[str]:
     """The devices of a process of these meshes, named so that on one machine a name means one.
 
     Inside a SLURM job the devices are the job's own, and so are their names: each job counts its
@@ -36,18 +36,20 @@ def device_names(layouts: Sequence[Layout]) -> list[str]:
         names = dict(zip(visible, real, strict=True))
     else:
         names = {word: prefix + re.sub(r"[^\w.-]", "_", word) for word in visible or []}
-    return [f"gpu-{names.get(word, prefix + word)}" for word in own_gpus(layouts)]
+    return [f"gpu-{names.get(word, prefix + word)}" for word in own_gpus(layouts, launcher)]
 
 
-def own_gpus(layouts: Sequence[Layout], num_processes: int = 1) -> list[str]:
+def own_gpus(layouts: Sequence[Layout], launcher: str, num_processes: int = 1) -> list[str]:
     """What CUDA_VISIBLE_DEVICES has to be in a process of these meshes, or in this one of the
     `num_processes` of one mesh; MeshdialError if there are too few.
 
-    Where SLURM shows a job or step just as many as it wants, they are its own, and it takes them
-    whatever number the mesh's first device has on a machine that holds the whole dial.
+    Where a SLURM job or step was made for this mesh alone, and shows just as many as it wants, they
+    are its own, whatever number its first device has on a machine that holds the whole dial. In a
+    job that holds several meshes they lie end to end, as anywhere else.
     """
     visible, wanted = _visible_gpus(), _num_devices(layouts, num_processes)
-    if slurm.job() and visible is not None and len(visible) == wanted:
+    is_own = slurm.is_for_one_mesh(launcher) or (num_processes > 1 and slurm.is_in_step())
+    if is_own and visible is not None and len(visible) == wanted:
         return visible
     if num_processes > 1:
         start = slurm.number_on_node() * wanted
@@ -56,8 +58,8 @@ def own_gpus(layouts: Sequence[Layout], num_processes: int = 1) -> list[str]:
         numbers = [layout.first + n for layout in layouts for n in range(layout.num_devices)]
     if visible is None:  # they cannot be counted here, so JAX will say if one is missing
         return [str(number) for number in numbers]
-    if numbers and numbers[-1] >= len(visible):
-        last, count = numbers[-1], len(visible)
+    last, count = max(numbers, default=-1), len(visible)
+    if last >= count:
         raise MeshdialError(
             f"mesh {' and '.join(layout.name for layout in layouts)} wants {len(numbers)} GPUs, up"
             f" to number {last} of this machine counted from 0, and {count} are visible"
@@ -108,7 +110,9 @@ def _require_all_tpus(layouts: Sequence[Layout]) -> None:
         )
 
 
-def configure_jax(layouts: Sequence[Layout] = (), num_processes: int = 1) -> None:
+def configure_jax(
+    layouts: Sequence[Layout] = (), launcher: str = "cold", num_processes: int = 1
+) -> None:
     """Settings of a process of these meshes, or of one of the `num_processes` that share a mesh,
     made before JAX is imported; what the user has set stays.
 
@@ -128,7 +132,7 @@ def configure_jax(layouts: Sequence[Layout] = (), num_processes: int = 1) -> Non
     if any(layout.is_host for layout in layouts):
         os.environ["JAX_PLATFORMS"] = "cpu"
     elif layouts and _platform() == "gpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(own_gpus(layouts, num_processes))
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(own_gpus(layouts, launcher, num_processes))
     elif layouts and "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         wanted = _num_devices(layouts, num_processes)
         if wanted > 1:

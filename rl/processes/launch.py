@@ -17,16 +17,13 @@ from rl.processes import accelerators, liveness, runtime, slurm
 def run_stage(request: dict, context: Context) -> dict:
     """Run a stage and say how it went: `{"event": "done"}`, or `failed` with its `message`.
 
-    `traceback` is there for errors that are not the user's. ClientGone propagates. Memory is
-    emptied after any failure: a stage that broke off may have left half an update in it.
+    `traceback` is there for errors that are not the user's. Memory is emptied after any failure: a
+    stage that broke off may have left half an update in it.
     """
     try:
         import_stages().run(request, context)
-    except MeshdialError as error:
+    except (MeshdialError, ClientGone) as error:
         reply = {"event": "failed", "message": str(error)}
-    except ClientGone:
-        context.memory.clear()
-        raise
     except Exception as error:
         last_line = traceback.format_exception_only(error)[-1].strip()
         reply = {"event": "failed", "message": last_line, "traceback": traceback.format_exc()}
@@ -57,16 +54,23 @@ def run_cold(request: dict, show: Callable[[str], None]) -> dict:
     """Run a stage in this process, together with those that were started with it.
 
     It ends on a signal, or when the workflow has ended. `is_in_group` is true in the answer of one
-    of several processes, which must not wait for the others once it has failed.
+    of several processes: once one has failed, all have, and none must wait for another as JAX would
+    when Python ends.
     """
     liveness.exit_cleanly_on_signals(request["parent"])
     member = group.settings()
     num_processes = member.num_processes if member else 1
     layouts = runtime.parse_process_layout(request["layout"])
-    accelerators.configure_jax(layouts, num_processes)
+    accelerators.configure_jax(layouts, request["launcher"], num_processes)
     group.join()
+    group.end_with_first()
     context = Context({}, show, liveness.watch(request["parent"]))
     reply = run_stage(request, context)
+    try:
+        if reply["event"] == "done":
+            group.barrier("end of the stage")
+    except MeshdialError as error:
+        reply = {"event": "failed", "message": str(error)}
     if reply["event"] == "failed":
         group.fail(reply["message"])
     return {**reply, "is_in_group": num_processes > 1}

@@ -1,4 +1,10 @@
-"""Until when a worker is of use: whom it has served, and how long ago."""
+"""Until when a worker is of use: whom it has served, and how long ago.
+
+A worker that has seen all its workflows end leaves soon after. It sees those of its own machine
+only: one whose workflow runs on another node of a SLURM allocation takes it to be there, and
+leaves when it was idle for MESHDIAL_WORKER_IDLE_S (600 s), or when the allocation ends. Until then
+`meshdial worker stop` in the results folder, from any node of the allocation, sends it away.
+"""
 
 import time
 

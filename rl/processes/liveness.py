@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 
 from rl.errors import ClientGone, MeshdialError
@@ -109,10 +110,45 @@ def exit_cleanly_on_signals(workflow: dict | None) -> None:
 
     for number in ends:
         signal.signal(number, leave)
+    start_thread(_end_process, _arrivals(), ends, workflow)
+
+
+def end_on_sigterm(prepare: Callable[[], None]) -> None:
+    """On SIGTERM `prepare`, and end this process with 143, whatever its main thread is at."""
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    arrivals = _arrivals()
+
+    def wait() -> None:
+        while os.read(arrivals, 1)[0] != signal.SIGTERM:
+            pass
+        prepare()
+        os._exit(128 + signal.SIGTERM)
+
+    start_thread(wait)
+
+
+def start_thread(target: Callable[..., None], *words) -> threading.Thread:
+    """A thread without which the process is of no use: if it breaks, the process ends."""
+
+    def work() -> None:
+        try:
+            target(*words)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def _arrivals() -> int:
+    """A pipe that tells the number of each signal that arrives, also while Python's own handlers
+    wait for the main thread."""
     arrivals, announce = os.pipe()
     os.set_blocking(announce, False)
     signal.set_wakeup_fd(announce, warn_on_full_buffer=False)
-    threading.Thread(target=_end_process, args=(arrivals, ends, workflow), daemon=True).start()
+    return arrivals
 
 
 def _end_process(arrivals: int, ends: list[int], workflow: dict | None) -> None:

@@ -4,7 +4,8 @@
    secret and, for each job and mesh, a file with the worker's address and a log.
 2. A client claims that file and starts the worker; the worker writes its address there.
 3. Clients on the worker's node come by its Unix socket, others by TCP, with the secret.
-4. A worker that retires says so there, and removes the file when it ends.
+4. A worker that retires says so there, and removes the file when it ends, on SIGTERM too. Where
+   even that did not happen, whoever lists workers removes the files of jobs that are over.
 
 There is one worker for each job and mesh, provided that the folder's file system makes a hard link
 once: the file belongs to the node whose client made it, and on that node the kernel's lock, held
@@ -12,18 +13,22 @@ by whoever waits for `srun`, tells whether the worker is there. A node that is l
 its claim is the one thing that has to be mended by hand, in words that the error gives.
 """
 
+import contextlib
 import hashlib
 import json
 import os
+import re
 import shlex
 import shutil
 import socket
+import time
 
 from rl.errors import MeshdialError
 from rl.processes import authentication, liveness, runtime, slurm, wire
 from rl.processes.runtime import Place
 
 FOLDER = ".meshdial"
+LOG_KEPT_S = 7 * 24 * 3600.0
 ALWAYS_TCP = "MESHDIAL_POOL_TCP"  # by TCP even to a worker of the same node, for tests
 BIND = "MESHDIAL_POOL_BIND"  # the address to listen at, if not the one that faces the client
 
@@ -61,6 +66,27 @@ def endpoints(root: str) -> list[str]:
     return [os.path.join(folder, name) for name in names if name.endswith(".json")]
 
 
+def remove_ended(root: str) -> None:
+    """Remove what workers have left whose job is over, where SLURM says so: their addresses, and
+    after some days their logs."""
+    folder = os.path.join(root, FOLDER)
+    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    numbers = {name: match[1] for name in names if (match := re.match(r"(\d+)-", name))}
+    jobs = slurm.jobs() if set(numbers.values()) - {slurm.job()} else None
+    if jobs is None:
+        return
+    cluster, oldest = slurm.cluster(), time.time() - LOG_KEPT_S
+    for name in [name for name, number in numbers.items() if number not in jobs | {slurm.job()}]:
+        path = os.path.join(folder, name)
+        with contextlib.suppress(FileNotFoundError):  # another may be at it too
+            if name.endswith(".json"):
+                is_left = read_endpoint(path).get("cluster") in (None, "", cluster)
+            else:
+                is_left = os.stat(path).st_mtime < oldest
+            if is_left:
+                os.unlink(path)
+
+
 def read_endpoint(path: str) -> dict:
     """What the file says; nothing where there is none."""
     os.listdir(os.path.dirname(path))  # has a network file system look for what others renamed
@@ -86,14 +112,15 @@ def claim(place: Place) -> str:
     The caller holds the place's lock, so that no worker that was started here is there any more.
     """
     own = os.uname().nodename
-    draft = _draft(place.endpoint, {"claimed_by": own})
+    claim = {"claimed_by": own, "cluster": os.environ.get("SLURM_CLUSTER_NAME", "")}
+    draft = _draft(place.endpoint, claim)
     try:
         os.link(draft, place.endpoint)
     except FileExistsError:
         claimant = read_endpoint(place.endpoint).get("claimed_by", own)
         if claimant != own:
             return claimant
-        write_endpoint(place.endpoint, {"claimed_by": own})
+        write_endpoint(place.endpoint, claim)
     finally:
         if os.path.exists(draft):
             os.unlink(draft)
@@ -113,7 +140,8 @@ def retire(place: Place) -> None:
     """Say that nobody should come any more."""
     facts = read_endpoint(place.endpoint)
     if facts:
-        write_endpoint(place.endpoint, {"claimed_by": facts["claimed_by"], "is_retiring": True})
+        kept = {name: facts[name] for name in ("claimed_by", "cluster") if name in facts}
+        write_endpoint(place.endpoint, {**kept, "is_retiring": True})
 
 
 def forget(place: Place) -> None:

@@ -13,6 +13,11 @@ import subprocess
 from rl.errors import MeshdialError
 
 QUERY_S = 20.0
+_OVER = (
+    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL"),
+    *("OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT"),
+)
+STAGE_JOB = "MESHDIAL_STAGE_JOB"  # the job that Snakemake's executor has made for one stage
 
 
 def job() -> str:
@@ -23,6 +28,17 @@ def job() -> str:
 def is_in_step() -> bool:
     """Whether `srun` started this process, and not the job's own script."""
     return bool(job() and os.environ.get("SLURM_STEP_ID"))
+
+
+def is_for_one_mesh(launcher: str) -> bool:
+    """Whether the devices that SLURM shows to this process are for its mesh and no other.
+
+    So it is in the step of a worker of a pool, and in a job of the executor. Any other job or step,
+    that of a shell too, is one in which the processes of several meshes meet.
+    """
+    if launcher == "pool":
+        return is_in_step()
+    return launcher == "cold" and bool(job()) and os.environ.get(STAGE_JOB) == job()
 
 
 def place() -> str:
@@ -82,6 +98,35 @@ def _job_facts() -> dict[str, str]:
     if answer.returncode:
         raise MeshdialError(f"`{' '.join(command)}` failed: {answer.stderr.strip()}")
     return dict(re.findall(r"(\S+?)=(\S*)", answer.stdout))
+
+
+def jobs() -> set[str] | None:
+    """The numbers of this user's jobs that are not over; None where no SLURM answers."""
+    own = f"--user={os.getuid()}"
+    text = _answer("squeue", "--noheader", "--all", "--states=all", own, "--format=%A %T")
+    if text is None:
+        return None
+    rows = [line.split() for line in text.splitlines()]
+    return {number for number, state in rows if state not in _OVER}
+
+
+def cluster() -> str:
+    """The name of the cluster that `jobs` tells of; empty where no SLURM answers."""
+    named = re.search(
+        r"^ClusterName\s*=\s*(\S+)", _answer("scontrol", "show", "config") or "", re.M
+    )
+    return named[1] if named else ""
+
+
+def _answer(*command: str) -> str | None:
+    """What a command of SLURM prints; None if it is not there or fails."""
+    if shutil.which(command[0]) is None:
+        return None
+    try:
+        done = subprocess.run(command, text=True, capture_output=True, timeout=QUERY_S)
+    except subprocess.TimeoutExpired:
+        return None
+    return None if done.returncode else done.stdout
 
 
 def mesh_options(mesh: str) -> str:
