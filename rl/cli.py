@@ -20,9 +20,14 @@ def main(arguments: list[str] | None = None) -> int:
     """Returns the exit status; an error that the user can mend is one sentence."""
     chosen = make_parser().parse_args(arguments)
     try:
-        return chosen.action(chosen)
+        status = chosen.action(chosen)
+        sys.stdout.flush()
+        return status
     except MeshdialError as error:
         print(f"meshdial: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # whoever read what this prints has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
 
@@ -84,10 +89,17 @@ def show_status(arguments: argparse.Namespace) -> int:
             stage += f" (+{worker['num_waiting']})"
         idle = f"{worker['idle_s']:.0f} s"
         memory = f"{worker['memory_bytes'] / 2**20:.0f} MiB"
-        meshes, devices = "+".join(worker["meshes"]), ",".join(worker["devices"]) or "-"
+        meshes, devices = "+".join(worker["meshes"]), _shortened(worker["devices"])
         columns = (name_of(worker), stage, idle, memory, worker["launcher"], meshes, devices)
         print(COLUMNS.format(*columns, worker["root"]))
     return 0
+
+
+def _shortened(devices: list[str]) -> str:
+    """The devices, or where they are many the first and the last."""
+    if len(devices) > 4:
+        return f"{devices[0]}...{devices[-1]} ({len(devices)})"
+    return ",".join(devices) or "-"
 
 
 def name_of(worker: dict) -> str:

@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("stage", help="which stage, for example generate_rollouts")
     parser.add_argument(
         "--launcher",
-        choices=("warm", "shared", "cold", "pool"),
+        choices=runtime.LAUNCHERS,
         default="warm",
         help="warm: in the resident worker of this folder and mesh; shared: in the one worker of"
         " this folder, which holds all meshes; cold: in this process; pool: as warm, where the"

@@ -165,8 +165,9 @@ def _parsed(value: Any, rules: Mapping) -> Any:
     (`--config 'optimizer={"learning_rate": 1e-4}'`) everything nested arrives as text."""
     rules = _chosen(value, rules)
     if isinstance(value, Mapping):
-        known = rules.get("properties", {})
-        return {key: _parsed(inner, known.get(key, {})) for key, inner in value.items()}
+        known, others = rules.get("properties", {}), rules.get("additionalProperties")
+        others = others if isinstance(others, Mapping) else {}
+        return {key: _parsed(inner, known.get(key, others)) for key, inner in value.items()}
     if isinstance(value, list):
         return [_parsed(item, rules.get("items", {})) for item in value]
     kinds = rules.get("type", [])
@@ -241,6 +242,8 @@ def _sentence(error: jsonschema.ValidationError) -> str:
         case "maximum" | "exclusiveMaximum":
             bound = "at most" if error.validator == "maximum" else "less than"
             return f"{where}, expected {bound} {error.validator_value}"
+        case "minProperties":
+            return f"{where}, expected at least {error.validator_value} entry"
         case "minItems" | "maxItems":
             bound = "at least" if error.validator == "minItems" else "at most"
             return f"{where}, expected {bound} {error.validator_value} entries"

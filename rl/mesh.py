@@ -27,7 +27,8 @@ def check_dial(cluster: Mapping) -> Iterator[str]:
                 f"cluster.meshes.{name} has devices: {mesh['devices']}, but its axes "
                 f"{mesh['axes']} multiply to {size}"
             )
-        if not re.fullmatch(r"[a-z0-9][a-z0-9_.-]*", name) or name == "host":
+        is_word = isinstance(name, str) and re.fullmatch(r"[a-z0-9][a-z0-9_.-]*", name)
+        if not is_word or name == "host":
             yield (
                 f"cluster.meshes has a mesh called {name!r}, expected lower-case letters, digits, "
                 "'.', '_' and '-', and not host"

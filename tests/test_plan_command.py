@@ -158,7 +158,10 @@ def make_run(folder):
             "seconds": 3.0,
             "compute_seconds": 2.5,
             "rollout": {"num_tokens": 100 * number, "seconds": 2.0},
-            "sync": {"outcome": "load", "bytes_moved": 640, "bytes_read": 640, "seconds": 0.5},
+            "sync": {
+                **{"outcome": "load", "bytes_moved": 640, "bytes_read": 640, "seconds": 0.5},
+                "bytes_written": 0,
+            },
         }
         update = {"seconds": seconds, "compute_seconds": seconds - 1, "peak_memory_bytes": 7}
         timings(
@@ -216,6 +219,15 @@ def test_measured_beside_predicted(tmp_path, capsys):
     line = next(line for line in output.splitlines() if line.startswith("iteration  "))
     assert "7.00 s" in line
     assert "Measured, medians over 2 iterations (sync: load; iteration: from update" in output
+
+
+def test_a_run_of_another_dial_is_no_comparison(tmp_path, capsys):
+    make_run(tmp_path / "run")
+    for path in (tmp_path / "run").glob("*/timings/update_actor.json"):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"mesh": "train"}))
+    model = ("--model", saved(tmp_path, TINY))
+    said = refused(capsys, *model, "--measured", str(tmp_path / "run"))
+    assert "which ran on the meshes train; the config has all" in said
 
 
 # The table

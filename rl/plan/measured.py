@@ -27,11 +27,13 @@ STAGES = {
 
 @dataclass(frozen=True)
 class Measured:
-    """Medians. `stages`: seconds in the model's programs and the loops that drive them, by stage;
-    `whole`: seconds of every stage by its rule, files included; `sync`: its figures by name, those
-    of the export and of the rollout's side together."""
+    """Medians. `meshes`: the names of those that it ran on, of the host too; `stages`: seconds in
+    the model's programs and the loops that drive them, by stage; `whole`: seconds of every stage by
+    its rule, files included; `sync`: its figures by name, those of the export and of the rollout's
+    side together."""
 
     num_iterations: int
+    meshes: frozenset[str]
     stages: dict[str, float]
     whole: dict[str, float]
     sync: dict[str, Any]
@@ -54,6 +56,7 @@ def measured_run(folder: Path) -> Measured:
     rollouts = [found["generate_rollouts"] for found in costs if "generate_rollouts" in found]
     return Measured(
         num_iterations=len(steady),
+        meshes=frozenset(c["mesh"] for found in costs for c in found.values() if c.get("mesh")),
         stages=_medians(costs, "compute_seconds", STAGES),
         whole=_medians(costs, "seconds"),
         sync=_sync(costs),
@@ -85,14 +88,16 @@ def _medians(costs: list[dict], key: str, stages: Mapping[str, str] | None = Non
 
 
 def _sync(costs: list[dict]) -> dict[str, Any]:
-    """The export tells what it wrote, the rollout's stage what it read and what moved to it."""
+    """The export tells what it wrote, the rollout's stage the rest: what it read, what moved to
+    it."""
     found = {}
     for rule in ("sync_weights", "generate_rollouts"):
         syncs = [cost[rule]["sync"] for cost in costs if "sync" in cost.get(rule, {})]
         for key in sorted({key for sync in syncs for key in sync}):
             values = [sync[key] for sync in syncs if key in sync]
             is_number = all(isinstance(value, int | float) for value in values)
-            found[key] = _median(values) if is_number else statistics.mode(values)
+            if rule == "sync_weights" or key != "bytes_written":
+                found[key] = _median(values) if is_number else statistics.mode(values)
     return found
 
 

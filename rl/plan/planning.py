@@ -5,6 +5,7 @@ from pathlib import Path
 
 from rl.config import expand, read
 from rl.errors import MeshdialError
+from rl.mesh import layouts
 from rl.plan.dial import todays_dial
 from rl.plan.hardware import chosen_device, chosen_links, link_named
 from rl.plan.iteration import Machines
@@ -24,7 +25,7 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
             raise MeshdialError(f"--{flag.replace('_', '-')} is {value}, expected at least 1")
     config = _chosen_run(arguments)
     machines = _machines(arguments)
-    measured = measured_run(arguments.measured) if arguments.measured else None
+    measured = _measured(arguments.measured, config) if arguments.measured else None
     model = model_sizes(config["model"], arguments.model, SHARED_MODELS)
     prompt_tokens, completion_tokens, notes = _lengths(arguments, config, measured)
     if machines.device.name != "custom" and arguments.device is None:
@@ -49,6 +50,18 @@ def _chosen_run(arguments: argparse.Namespace) -> dict:
     if name not in runs:
         raise MeshdialError(f"--run is {name!r}, expected one of {', '.join(runs)}")
     return runs[name]
+
+
+def _measured(folder: Path, config: dict) -> Measured:
+    """MeshdialError where the run had another dial: its figures are not those foreseen."""
+    found = measured_run(folder)
+    ran_on, planned = found.meshes - {"host"}, frozenset(layouts(config))
+    if ran_on and ran_on != planned:
+        raise MeshdialError(
+            f"--measured is {str(folder)!r}, which ran on the meshes {', '.join(sorted(ran_on))}; "
+            f"the config has {', '.join(sorted(planned))}"
+        )
+    return found
 
 
 def _machines(arguments: argparse.Namespace) -> Machines:

@@ -175,8 +175,9 @@ def _measured(measured: Mapping[str, Any]) -> str:
         ratio = f"{found / predicted:.3g}" if predicted and found is not None else "-"
         rows.append([row["figure"], write(predicted), write(found), ratio])
     whole = "sum of its stages" if measured["is_sum_of_stages"] else "from update to update"
+    count = f"{measured['iterations']} iteration{'s' * (measured['iterations'] != 1)}"
     return _titled(
-        f"Measured, medians over {measured['iterations']} iterations (sync: {measured['outcome']};"
+        f"Measured, medians over {count} (sync: {measured['outcome']};"
         f" iteration: {whole}; peak memory: of a device, and of its process on the host)",
         aligned(rows),
     )

@@ -15,6 +15,7 @@ from rl.processes import slurm
 from rl.processes.runtime import Layout
 
 GPU_PLATFORMS = ("gpu", "cuda", "rocm")
+MAX_CPU_DEVICES = 64  # of a process: a processor that counts as more takes minutes for nothing
 
 
 def device_names(layouts: Sequence[Layout], launcher: str) -> list[str]:
@@ -135,6 +136,11 @@ def configure_jax(
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(own_gpus(layouts, launcher, num_processes))
     elif layouts and "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         wanted = _num_devices(layouts, num_processes)
+        if wanted > MAX_CPU_DEVICES:
+            raise MeshdialError(
+                f"mesh {' and '.join(layout.name for layout in layouts)} wants {wanted} devices in"
+                f" a process without accelerators, expected at most {MAX_CPU_DEVICES}"
+            )
         if wanted > 1:
             os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(wanted))
 

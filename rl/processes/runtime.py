@@ -26,6 +26,7 @@ MAX_SOCKET_PATH = 103  # bytes; macOS allows 103, Linux 107
 AXES = ("data", "fsdp", "tensor")
 LAYOUT_FORM = "NAME:devices=N[,first=K][,data=D][,fsdp=F][,tensor=T]"
 STAGES_MODULE = "MESHDIAL_STAGES_MODULE"  # another module than rl.stages, for tests of the worker
+LAUNCHERS = ("warm", "shared", "cold", "pool")
 DEFAULT_SECONDS = {
     "MESHDIAL_WORKER_START_S": 60.0,  # how long a client waits for a worker to answer at all
     "MESHDIAL_WORKER_IDLE_S": 600.0,  # a worker without requests ends after this

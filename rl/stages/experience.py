@@ -17,7 +17,7 @@ from rl.rewards import score, scorer_hash
 from rl.rollout.sampling import SamplingConfig
 from rl.schedule import behaviour_version
 from rl.stages.completions import sample_completions
-from rl.stages.request import Request
+from rl.stages.request import Request, told_bytes
 from rl.sync import rollout_policy, tokenizer_of
 from rl.tasks import iteration_window, make_prompts
 
@@ -64,7 +64,11 @@ def generate_rollouts(job: Request, context: Context) -> str:
         Publisher(context.check_alive), job.outputs["rollouts"], "rollouts", table, provenance
     )
     mean_length = pc.mean(pc.list_value_length(table["completion_tokens"])).as_py()
-    return f"{table.num_rows} rollouts of policy {policy.version}, mean length {mean_length:.1f}"
+    outcome, moved = policy.sync["outcome"], told_bytes(policy.sync["bytes_moved"])
+    return (
+        f"{table.num_rows} rollouts of policy {policy.version} ({outcome}, {moved} moved), mean "
+        f"length {mean_length:.1f}"
+    )
 
 
 def rollout_sampling(config: Mapping) -> SamplingConfig:

@@ -12,7 +12,7 @@ from rl.memory import Memory, memory_of
 from rl.models.spec import ModelConfig, ModelSpec, Parameters
 from rl.models.transformer import init_lora
 from rl.sharding import current, name_of, placed
-from rl.stages.request import Request
+from rl.stages.request import Request, told_bytes
 from rl.sync import (
     base_facts,
     cast,
@@ -95,10 +95,8 @@ def sync_weights(job: Request, context: Context) -> str:
         "source_sharding": "file" if outcome == "load" else here,
         "target_sharding": here,
     }
-    return f"{_SAID[outcome].format(exported.dtype)}, {bytes_written / 1e6:.1f} MB exported"
-
-
-_SAID = {"alias": "alias, 0 bytes moved", "cast": "cast to {}", "load": "read from the checkpoint"}
+    how = {"cast": f", cast to {exported.dtype}", "load": ", read from the checkpoint"}
+    return f"{told_bytes(bytes_written)} exported{how.get(outcome, '')}"
 
 
 def _specs(job: Request, config: ModelConfig, dtype: str) -> tuple[ModelSpec, ModelSpec]:

@@ -86,3 +86,11 @@ class Request:
     def spec(self, config: ModelConfig, dtype: str) -> ModelSpec:
         """The policy's: the base's sizes with this run's adapter."""
         return ModelSpec(config, self.lora, dtype)
+
+
+def told_bytes(count: int) -> str:
+    """A number of bytes for a progress line: `0 B`, `38.9 kB`, `5.0 MB`."""
+    for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} B"

@@ -68,6 +68,17 @@ def test_a_setting_of_cost_alone_runs_nothing(copied):
     assert "Nothing to be done" in copied.run(config=config)
 
 
+def test_another_dial_or_launcher_runs_nothing(copied):
+    meshes = {"train": {"devices": 4, "axes": {"fsdp": 2, "tensor": 2}}, "decode": {"devices": 1}}
+    roles = {"actor": "train", "reference": "train", "rollout": "decode", "reward": "decode"}
+    config = changed(copied, cluster={"meshes": meshes, "roles": roles})
+    for launcher in ("warm", "shared", "cold"):
+        chosen = ("--default-resources", f"launcher='{launcher}'")
+        assert "Nothing to be done" in copied.run(*chosen, config=config)
+    said = copied.run("--default-resources", "launcher='worm'", config=config, expect=1)
+    assert "the launcher is 'worm', expected one of warm, shared, cold, pool" in said
+
+
 def test_a_deleted_table_comes_back_byte_for_byte(copied):
     target = copied.path("tiny", "0002", "rewards.parquet")
     content, before = target.read_bytes(), content_ids(copied.path("tiny"))

@@ -14,6 +14,7 @@ from rl.errors import MeshdialError
 from rl.mesh import HOST, ROLES, layout, layouts, pool, process_layout, roles_on_meshes
 from rl.models.folder import model_files
 from rl.report.sinks import check_sink
+from rl.processes.runtime import LAUNCHERS
 from rl.rewards.functions import module_file, parse_functions
 from rl.schedule import are_weights_kept, behaviour_version, is_evaluated, is_kept
 from rl.stage_table import stage_config

@@ -15,6 +15,10 @@ def chosen_launcher():
 
 
 LAUNCHER = chosen_launcher()
+if LAUNCHER not in LAUNCHERS:
+    raise WorkflowError(
+        f"the launcher is {LAUNCHER!r}, expected one of {', '.join(LAUNCHERS)}"
+    )
 
 
 def on_mesh(role, choose=run_of):

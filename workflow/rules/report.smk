@@ -35,7 +35,7 @@ rule report_run:
         + in_iterations("advantages", "advantages.parquet")
         + in_iterations("update", "update.json")
         + in_iterations("evaluation", "evaluation.parquet")
-        + in_iterations("timings", "timings/{{{{stage}}}}.json")
+        + in_iterations("timings", "timings/{{stage}}.json")
         + " --run {wildcards.run}"
 
 
