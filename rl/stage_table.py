@@ -56,7 +56,7 @@ STAGES = {
     ),
     # For a sink that shows the settings of a run beside its figures.
     "report_run": StageSpec(
-        1,
+        2,
         (
             *("iterations", "evaluation.every", "metrics", "seed", "model", "lora", "task"),
             "lag",

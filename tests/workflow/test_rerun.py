@@ -89,6 +89,14 @@ def test_a_deleted_table_comes_back_byte_for_byte(copied):
     assert "Nothing to be done" in copied.run()
 
 
+def test_a_deleted_figure_is_drawn_again(copied):
+    figure = copied.path("tiny", "report", "stage_timeline.svg")
+    content = figure.read_bytes()
+    figure.unlink()
+    copied.run()
+    assert figure.read_bytes() == content
+
+
 def test_what_is_not_kept_goes_and_comes_back_only_when_allowed(workplace):
     config = changed(workplace, keep="last")
     workplace.run(config=config)

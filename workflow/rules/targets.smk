@@ -29,6 +29,7 @@ def all_targets(wildcards):
         targets += tables_of(name, run)
         targets += versions_of(name, run)
         targets += [f"results/{name}/metrics.parquet"]
+        targets += [f"results/{name}/report/{stem}.svg" for stem in FIGURES.split()]
     if SWEEP:
         targets.append(f"results/comparisons/{SWEEP}/final.csv")
     return targets
