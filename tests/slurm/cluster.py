@@ -79,7 +79,7 @@ def running_cluster() -> Iterator[None]:
     if missing_programs():
         install()
     with open(HOME.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another session here has its cluster first
         take_down()  # what a run that was killed has left
         try:
             configure()
