@@ -6,7 +6,9 @@ are several processes, all write into the one file, each the blocks that fall to
 """
 
 import os
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +20,7 @@ from rl.artifacts.shards import Blocked, each_block
 from rl.models.safetensors_file import Entry, cast_finite, header_of
 
 _WRITTEN_AT_ONCE = 2**20  # bytes: threads that wait for a file's lock spin, so hold it briefly
+_FLUSH_SECONDS = 0.05  # between flushes: an adapter is written before the first
 _STRIP = 8  # rows that are turned at once: measured, for four and two bytes
 
 
@@ -58,7 +61,7 @@ def write_in_batches(
             _reserve(file.fileno(), size)
     group.barrier(f"{path.name} is there")
     written: dict[str, dict] = {}
-    with open(path, "rb+", buffering=0) as file:
+    with open(path, "rb+", buffering=0) as file, _flushed_meanwhile(file.fileno()):
         for tensors in batches:
             written |= _write_batch(path, file.fileno(), tensors, entries)
             del tensors
@@ -109,6 +112,29 @@ def _reserve(descriptor: int, size: int) -> None:
         os.posix_fallocate(descriptor, 0, size)
     else:
         os.ftruncate(descriptor, size)
+
+
+@contextmanager
+def _flushed_meanwhile(descriptor: int) -> Iterator[None]:
+    """The disk takes what is written while the rest is worked on, so that publishing waits less."""
+    is_over, errors = threading.Event(), []
+
+    def flush() -> None:
+        try:
+            while not is_over.wait(_FLUSH_SECONDS):
+                os.fsync(descriptor)
+        except OSError as error:  # which a later flush of the file would not tell again
+            errors.append(error)
+
+    thread = threading.Thread(target=flush, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+    for error in errors:
+        raise error
 
 
 def _write_at(descriptor: int, raw: np.ndarray, place: int) -> None:
