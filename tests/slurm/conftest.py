@@ -2,8 +2,10 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -95,6 +97,14 @@ class Submitter(Workplace):
         assert process.poll() is None, self.printed()
         (job,) = (job for job in self.jobs() if job["state"] == "RUNNING")
         return process, job
+
+    def close(self) -> None:
+        """What ran on a node that was lost has outlived its job."""
+        for entry in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if str(self.folder).encode() in (entry / "cmdline").read_bytes():
+                    os.kill(int(entry.name), signal.SIGKILL)
+        super().close()
 
     def ended(self, process: subprocess.Popen) -> int:
         """The exit status of a started Snakemake, once it has one."""
