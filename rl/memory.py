@@ -1,6 +1,5 @@
 """What a process holds of weights: a cache of files, under a byte budget."""
 
-import math
 import os
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -9,6 +8,7 @@ from typing import Any
 import jax
 
 from rl.context import Context
+from rl.sharding import shard_bytes
 
 
 @dataclass
@@ -56,8 +56,7 @@ def _held_bytes(leaf: Any) -> int:
     """What a leaf takes on the devices of this process."""
     if not isinstance(leaf, jax.Array):
         return 0
-    shard = leaf.sharding.shard_shape(leaf.shape)
-    return math.prod(shard) * leaf.dtype.itemsize * len(leaf.sharding.addressable_devices)
+    return shard_bytes(leaf) * len(leaf.sharding.addressable_devices)
 
 
 def memory_of(context: Context) -> Memory:

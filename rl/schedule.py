@@ -1,9 +1,18 @@
 """Which policy an iteration samples with, which it evaluates, and which versions stay on disk."""
 
+from collections.abc import Mapping
+
 
 def behaviour_version(lag: int, iteration: int) -> int:
     """The version of the policy that iteration n samples with: n - 1 - lag, and at first 0."""
     return max(0, iteration - 1 - lag)
+
+
+def is_anchored(config: Mapping) -> bool:
+    """Whether an update needs the log-probabilities of the policy it starts from at any lag: that
+    policy does not stay through several updates a batch, or samples in another dtype."""
+    is_cast = config["rollout"]["dtype"] not in ("same", config["model"]["dtype"])
+    return config["learner"]["updates_per_batch"] > 1 or is_cast
 
 
 def is_evaluated(every: int, iteration: int, iterations: int) -> bool:

@@ -182,6 +182,11 @@ def _partition(axes: Sequence[str | None], shape: tuple[int, ...], mesh: Mesh) -
     return PartitionSpec(*parts)
 
 
+def shard_bytes(array: jax.Array) -> int:
+    """What each device holds of an array."""
+    return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+
+
 # In compiled code
 
 

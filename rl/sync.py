@@ -11,7 +11,6 @@ a folder states by content id, on the mesh that it runs on:
 An update takes a policy out of memory, since it overwrites its arrays, and puts the next one in.
 """
 
-import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,7 +23,6 @@ import jax
 from rl import group
 from rl.artifacts import MANIFEST, read_json
 from rl.checkpoint import abstract_trainable, restore_policy
-from rl.errors import MeshdialError
 from rl.learner import OptimizerConfig, init_optimizer
 from rl.memory import Memory
 from rl.models.families import model_config, read_config
@@ -36,6 +34,7 @@ from rl.sharding import (
     current,
     name_of,
     parameter_shardings,
+    shard_bytes,
     tree_shardings,
 )
 from rl.stages.request import Request
@@ -139,7 +138,7 @@ def load_policy(job: Request, memory: Memory, version: int, is_taken: bool = Fal
     config, base_manifest = base_facts(base_folder)
     spec = job.spec(config, base_manifest["dtype"])
     manifest = read_json(folder / MANIFEST)
-    check_version(folder, manifest, version)
+    check_identity(folder, manifest, version)
     held = memory.get("policy", manifest["content_id"], name_of(current()))
     if held is None:
         held = _restored(folder, spec, manifest["optimizer"])
@@ -149,14 +148,6 @@ def load_policy(job: Request, memory: Memory, version: int, is_taken: bool = Fal
     trainable, state = held
     frozen, identity = _frozen(memory, base_folder, spec), manifest["parameters_content_id"]
     return Policy(spec, trainable, frozen, state, version, identity)
-
-
-def check_version(folder: Path, manifest: Mapping, version: int) -> None:
-    """MeshdialError if a policy is of another version than is wanted."""
-    if manifest["version"] != version:
-        raise MeshdialError(
-            f"{folder} holds policy version {manifest['version']}, expected {version}"
-        )
 
 
 def _restored(folder: Path, spec: ModelSpec, optimizer: str) -> tuple[Parameters, Any]:
@@ -268,10 +259,8 @@ def _moved(held: Parameters, spec: ModelSpec) -> tuple[str, Parameters, dict[str
     """(outcome, parameters on this mesh in `spec`'s dtype, bytes that devices received of each, the
     mesh that they came from)."""
     source = name_of(next(iter(held.values())).sharding.mesh)
-    parameters = cast(held, spec.dtype)  # before they travel
-    is_same = all(parameters[name] is held[name] for name in held)
+    outcome, parameters = recast(held, spec.dtype)  # before they travel
     if source == name_of(current()):
-        outcome, parameters = ("alias", held) if is_same else ("cast", parameters)
         return outcome, parameters, dict.fromkeys(held, 0), source
     moved = jax.device_put(parameters, _shardings(spec))
     received = {name: _received(parameters[name], moved[name]) for name in moved}
@@ -283,19 +272,24 @@ def _received(before: jax.Array, after: jax.Array) -> int:
     had = before.sharding.devices_indices_map(before.shape)
     wants = after.sharding.devices_indices_map(after.shape)
     num_new = sum(had.get(device) != index for device, index in wants.items())
-    return num_new * _device_bytes(after) // len(wants)
+    return num_new * shard_bytes(after)
 
 
 def _device_bytes(array: jax.Array) -> int:
     """Bytes on all devices of the mesh together, replicas counted."""
-    sharding = array.sharding
-    size = math.prod(sharding.shard_shape(array.shape))
-    return len(sharding.device_set) * array.dtype.itemsize * size
+    return len(array.sharding.device_set) * shard_bytes(array)
 
 
 def nbytes(parameters: Mapping[str, jax.Array]) -> int:
-    """Bytes of the parameters, each element once."""
-    return sum(value.nbytes for value in parameters.values())
+    """Bytes of the parameters, or of arrays of their shapes, each element once."""
+    return sum(value.size * value.dtype.itemsize for value in parameters.values())
+
+
+def recast(held: Parameters, dtype: str) -> tuple[str, Parameters]:
+    """("alias", the very same) where they have this dtype, else ("cast", the parameters in it)."""
+    if all(value.dtype == dtype for value in held.values()):
+        return "alias", held
+    return "cast", cast(held, dtype)
 
 
 def cast(parameters: Parameters, dtype: str) -> Parameters:

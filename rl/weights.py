@@ -249,8 +249,11 @@ def _adapter_config(spec: ModelSpec, base_path: str) -> dict:
     }
 
 
-def check_identity(path: Path, manifest: dict, version: int | None, base: str | None) -> None:
-    """MeshdialError if an export is of another version, or on another base, than those given."""
+def check_identity(
+    path: Path, manifest: Mapping, version: int | None, base: str | None = None
+) -> None:
+    """MeshdialError if a policy or its export is of another version, or on another base, than
+    those given."""
     if version is not None and manifest["version"] != version:
         raise MeshdialError(
             f"{path} holds policy version {manifest['version']}, expected {version}"

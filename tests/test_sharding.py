@@ -1,5 +1,7 @@
 """The same numbers on every mesh, and arrays where the table says."""
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
@@ -8,8 +10,6 @@ from jax.sharding import Mesh, PartitionSpec
 from rl import sharding
 from rl.errors import MeshdialError
 from rl.learner import (
-    LossConfig,
-    OptimizerConfig,
     init_optimizer,
     pack,
     score_batch,
@@ -23,6 +23,8 @@ from rl.rollout.batching import plan_batches
 from rl.rollout.sampler import generate
 from rl.rollout.sampling import SamplingConfig
 
+from .test_learner import LOSS as ON_ONE_DEVICE
+from .test_learner import SGD
 from .test_sampler import Letters
 
 CONFIG = ModelConfig(
@@ -37,27 +39,8 @@ CONFIG = ModelConfig(
     max_position_embeddings=128,
 )
 LORA = LoraConfig(rank=2, alpha=4.0, targets=("q_proj", "o_proj", "down_proj"))
-LOSS = LossConfig(
-    clip_low=0.2,
-    clip_high=0.2,
-    kl_coefficient=0.0,
-    kl_estimator="k3",
-    entropy_coefficient=0.01,
-    aggregation="token-mean",
-    max_tokens=None,
-)
-ADAMW = OptimizerConfig(
-    kind="adamw",
-    learning_rate=1e-3,
-    schedule="constant",
-    warmup_updates=0,
-    schedule_updates=0,
-    beta1=0.9,
-    beta2=0.99,
-    epsilon=1e-8,
-    weight_decay=0.1,
-    clip_norm=1.0,
-)
+LOSS = replace(ON_ONE_DEVICE, entropy_coefficient=0.01, max_tokens=None)
+ADAMW = replace(SGD, kind="adamw", learning_rate=1e-3, weight_decay=0.1, clip_norm=1.0)
 P, G = 5, 3
 PROMPTS = [[7, 8, 9, *range(3, 5 + 2 * p)] for p in range(P)]  # they share their first tokens
 

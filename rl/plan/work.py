@@ -6,8 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from rl.learner.batch import divide
+from rl.mesh import roles_on_meshes
 from rl.models.spec import LoraConfig, ModelConfig, ModelSpec
 from rl.rollout.batching import Plan, plan_batches
+from rl.schedule import is_anchored
 from rl.tasks import make_prompts
 
 UNKNOWN_PROMPT_TOKENS = 256
@@ -65,11 +67,11 @@ def work_of(run: Mapping, model: ModelConfig, prompt_tokens: int, completion_tok
         spec=ModelSpec(model, lora_of(run["lora"]), dtype),
         rollout_dtype=rollout_dtype,
         num_moments=NUM_MOMENTS[run["optimizer"]["name"]],
-        has_reference=run["algorithm"]["kl"]["coefficient"] > 0,
+        has_reference="reference" in roles_on_meshes(run),
         num_prompts=rollout["prompts_per_iteration"],
         group_size=rollout["group_size"],
         num_updates=learner["updates_per_batch"],
-        is_anchored=learner["updates_per_batch"] > 1 or rollout_dtype != dtype,
+        is_anchored=is_anchored(run),
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
         max_tokens=max(rollout["max_tokens"], completion_tokens),

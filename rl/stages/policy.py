@@ -16,14 +16,15 @@ from rl.stages.request import Request, told_bytes
 from rl.sync import (
     base_facts,
     cast,
-    check_version,
     first_optimizer,
     held_parameters,
     load_base,
+    nbytes,
     on_mesh,
+    recast,
     remember_policy,
 )
-from rl.weights import export_weights
+from rl.weights import check_identity, export_weights
 
 
 def start_policy(job: Request, context: Context) -> str:
@@ -65,7 +66,7 @@ def sync_weights(job: Request, context: Context) -> str:
     started = time.perf_counter()
     config, base_manifest = base_facts(job.input("base"))
     manifest = read_manifest(job.input("policy"))
-    check_version(job.input("policy"), manifest, job.iteration)
+    check_identity(job.input("policy"), manifest, job.iteration)
     kept, exported = _specs(job, config, base_manifest["dtype"])
     outcome, parameters = _exportable(job, memory_of(context), manifest, kept, exported.dtype)
     written = export_weights(
@@ -83,13 +84,13 @@ def sync_weights(job: Request, context: Context) -> str:
     here = name_of(current())
     if outcome != "load":
         memory_of(context).put(parameters, "parameters", written["content_id"], here)
-    bytes_written = _nbytes(exported)
+    bytes_written = nbytes(abstract_trainable(exported))
     job.costs_found["sync"] = {
         "outcome": outcome,
         "bytes_moved": 0,
         "bytes_received": 0,
         "bytes_written": bytes_written,
-        "bytes_read": _nbytes(kept) if outcome == "load" else 0,
+        "bytes_read": nbytes(abstract_trainable(kept)) if outcome == "load" else 0,
         "seconds": time.perf_counter() - started,
         "dtype": exported.dtype,
         "source_sharding": "file" if outcome == "load" else here,
@@ -113,11 +114,4 @@ def _exportable(
     if held is None:
         batches = restore_parameters(job.input("policy"), on_mesh(abstract_trainable(spec)))
         return "load", map(partial(cast, dtype=dtype), batches)
-    parameters = cast(held, dtype)
-    is_alias = all(parameters[name] is value for name, value in held.items())
-    return "alias" if is_alias else "cast", parameters
-
-
-def _nbytes(spec: ModelSpec) -> int:
-    leaves = abstract_trainable(spec).values()
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    return recast(held, dtype)

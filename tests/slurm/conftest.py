@@ -2,10 +2,8 @@
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
-from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,7 +12,7 @@ import yaml
 
 from rl.artifacts import artifact_id
 
-from ..workflow.conftest import LIMIT_S, ROOT, TINY, Workplace, wait_for
+from ..workflow.conftest import LIMIT_S, ROOT, TINY, Workplace, kill, pids_where, wait_for
 from . import cluster
 
 HERE = Path(__file__).parent
@@ -100,10 +98,8 @@ class Submitter(Workplace):
 
     def close(self) -> None:
         """What ran on a node that was lost has outlived its job."""
-        for entry in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):
-                if str(self.folder).encode() in (entry / "cmdline").read_bytes():
-                    os.kill(int(entry.name), signal.SIGKILL)
+        own = str(self.folder).encode()
+        kill(pids_where(lambda entry: own in (entry / "cmdline").read_bytes()))
         super().close()
 
     def ended(self, process: subprocess.Popen) -> int:

@@ -73,20 +73,32 @@ class Workplace:
 
     def worker_pids(self) -> list[int]:
         """The processes of this workplace's workers."""
-        pids = []
-        for entry in Path("/proc").iterdir():
-            with contextlib.suppress(OSError):
-                command = (entry / "cmdline").read_bytes()
-                environment = (entry / "environ").read_bytes() if b"rl.worker" in command else b""
-                if str(self.runtime).encode() in environment:
-                    pids.append(int(entry.name))
-        return pids
+        return pids_where(
+            lambda entry: (
+                b"rl.worker" in (entry / "cmdline").read_bytes()
+                and str(self.runtime).encode() in (entry / "environ").read_bytes()
+            )
+        )
 
     def close(self) -> None:
-        for pid in self.worker_pids():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill(self.worker_pids())
         shutil.rmtree(self.runtime, ignore_errors=True)
+
+
+def pids_where(is_wanted) -> list[int]:
+    """The processes whose folder below /proc passes."""
+    pids = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if is_wanted(entry):
+                pids.append(int(entry.name))
+    return pids
+
+
+def kill(pids: list[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def wait_for(is_true, limit_s: float = LIMIT_S) -> None:

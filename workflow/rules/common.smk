@@ -16,7 +16,13 @@ from rl.models.folder import model_files
 from rl.report.sinks import check_sink
 from rl.processes.runtime import LAUNCHERS
 from rl.rewards.functions import module_file, parse_functions
-from rl.schedule import are_weights_kept, behaviour_version, is_evaluated, is_kept
+from rl.schedule import (
+    are_weights_kept,
+    behaviour_version,
+    is_anchored,
+    is_evaluated,
+    is_kept,
+)
 from rl.stage_table import stage_config
 from rl.tasks import task_files
 from rl.workflow import enter_workflow

@@ -161,8 +161,7 @@ def has_reference(run):
 
 def has_policy_logprobs(run):
     """Whether the policy at the update's start is not the one that sampled, or does not stay."""
-    is_cast = run["rollout"]["dtype"] not in ("same", run["model"]["dtype"])
-    return run["learner"]["updates_per_batch"] > 1 or is_cast or run["lag"] > 0
+    return is_anchored(run) or run["lag"] > 0
 
 
 def kept_policies(run):
