@@ -1,4 +1,4 @@
-"""The `meshdial` command: run one stage by hand, and see or stop the resident workers."""
+"""The `meshdial` command: plan a run, run one stage by hand, see or stop the resident workers."""
 
 import argparse
 import glob
@@ -32,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """`meshdial stage`, `meshdial worker status`, `meshdial worker stop`."""
+    """`meshdial stage`, `meshdial plan`, `meshdial worker status`, `meshdial worker stop`."""
     parser = argparse.ArgumentParser(prog="meshdial", description=__doc__)
     parser.add_argument("--version", action="version", version=f"meshdial {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
