@@ -12,8 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
-"""(query_NHC, key_NKC, value_NKC, cache of this layer) -> (output_NHC, cache of this layer)."""
+from rl.models.spec import AttentionKind
+
+Attend = Callable[[jax.Array, jax.Array, jax.Array, Any, AttentionKind], tuple[jax.Array, Any]]
+"""(query_NHC, key_NKC, value_NKC, cache and kind of this layer) -> (output_NHC, its cache)."""
 
 _MASKED = -1e30
 
@@ -21,7 +23,7 @@ _MASKED = -1e30
 def attend_prompts(num_prompts: int, num_tokens: int, num_shared: int) -> Attend:
     """Causal attention of right-padded prompts. The cache becomes (key_PTKC, value_PTKC)."""
 
-    def attend(query_NHC, key_NKC, value_NKC, _):
+    def attend(query_NHC, key_NKC, value_NKC, _, kind):
         packed = (query_NHC, key_NKC, value_NKC)
         own_shape = (num_prompts, num_tokens - num_shared)
         query, key, value = (x[num_shared:].reshape(*own_shape, *x.shape[1:]) for x in packed)
@@ -50,10 +52,10 @@ def attend_groups(
     num_packed = num_shared + num_prompts * (num_tokens - num_shared)
     attend_packed_prompts = attend_prompts(num_prompts, num_tokens, num_shared)
 
-    def attend(query_NHC, key_NKC, value_NKC, cache):
+    def attend(query_NHC, key_NKC, value_NKC, cache, kind):
         packed = (query_NHC, key_NKC, value_NKC)
         prompt_output_NHC, (key_PSKC, value_PSKC) = attend_packed_prompts(
-            *(x[:num_packed] for x in packed), None
+            *(x[:num_packed] for x in packed), None, kind
         )
         query, key, value = (
             x[num_packed:].reshape(num_prompts, group_size, -1, *x.shape[1:]) for x in packed
@@ -81,7 +83,7 @@ def attend_cached(prompt_lengths_P: jax.Array, group_size: int, index: jax.Array
     """
     rows = (prompt_lengths_P.shape[0], group_size)
 
-    def attend(query_NHC, key_NKC, value_NKC, cache):
+    def attend(query_NHC, key_NKC, value_NKC, cache, kind):
         (key_PKCS, value_PKSC), (key_PGKCS, value_PGKSC) = cache
         packed = (query_NHC, key_NKC, value_NKC)
         query, key, value = (x.reshape(*rows, *x.shape[1:]) for x in packed)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from rl.models.attention import Attend
-from rl.models.spec import LoraConfig, ModelConfig, ModelSpec
+from rl.models.spec import AttentionKind, LoraConfig, ModelConfig, ModelSpec
 
 Rope = tuple[jax.Array, jax.Array]
 
@@ -59,8 +59,9 @@ class Embedding(nnx.Module):
 class Attention(nnx.Module):
     """Grouped-query attention with rotary positions; who attends to whom is the caller's."""
 
-    def __init__(self, spec: ModelSpec):
+    def __init__(self, spec: ModelSpec, kind: AttentionKind):
         config = spec.config
+        self.kind = kind
         self.head_dim = config.head_dim
         num_query = config.num_attention_heads * config.head_dim
         num_kv = config.num_key_value_heads * config.head_dim
@@ -76,7 +77,7 @@ class Attention(nnx.Module):
         query_NHC = rotate(self.q_proj(x_ND).reshape(heads), rope)
         key_NKC = rotate(self.k_proj(x_ND).reshape(heads), rope)
         value_NKC = self.v_proj(x_ND).reshape(heads)
-        output_NHC, cache = attend(query_NHC, key_NKC, value_NKC, cache)
+        output_NHC, cache = attend(query_NHC, key_NKC, value_NKC, cache, self.kind)
         return self.o_proj(output_NHC.reshape(num_tokens, -1)), cache
 
 
@@ -95,10 +96,10 @@ class MLP(nnx.Module):
 
 
 class Block(nnx.Module):
-    def __init__(self, spec: ModelSpec):
+    def __init__(self, spec: ModelSpec, layer: int):
         config = spec.config
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, spec.dtype)
-        self.self_attn = Attention(spec)
+        self.self_attn = Attention(spec, config.attention_kind(layer))
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, spec.dtype)
         self.mlp = MLP(spec)
 
@@ -113,7 +114,7 @@ class Transformer(nnx.Module):
         config = spec.config
         self.config = config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, spec.dtype)
-        self.layers = nnx.List([Block(spec) for _ in range(config.num_hidden_layers)])
+        self.layers = nnx.List([Block(spec, layer) for layer in range(config.num_hidden_layers)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, spec.dtype)
         if not config.tie_word_embeddings:
             self.lm_head = Linear(config.hidden_size, config.vocab_size, False, None, spec.dtype)

@@ -32,8 +32,20 @@ _SIZES = (
 
 
 @dataclass(frozen=True)
+class AttentionKind:
+    """What a layer's queries see, and how: of `window` tokens up to their own (None: all), by
+    scores that `soft_cap` * tanh(score / soft_cap) bounds (None: as they are)."""
+
+    window: int | None = None
+    soft_cap: float | None = None
+
+
+@dataclass(frozen=True)
 class ModelConfig:
-    """The sizes of a Llama-family decoder, named as in Hugging Face's config.json."""
+    """The sizes of a Llama-family decoder, named as in Hugging Face's config.json.
+
+    `sliding_window` holds for the layers whose `layer_types` say sliding_attention, or for all.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -48,6 +60,9 @@ class ModelConfig:
     attention_bias: bool = False
     mlp_bias: bool = False
     max_position_embeddings: int = 2048
+    sliding_window: int | None = None
+    layer_types: tuple[str, ...] | None = None
+    attn_logit_softcapping: float | None = None
 
     def __post_init__(self):
         for name in (*_SIZES, "num_key_value_heads", "head_dim"):
@@ -63,6 +78,11 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise MeshdialError(f"model config: head_dim is {self.head_dim}, expected an even size")
+
+    def attention_kind(self, layer: int) -> AttentionKind:
+        is_sliding = self.layer_types is None or self.layer_types[layer] == "sliding_attention"
+        window = self.sliding_window if is_sliding else None
+        return AttentionKind(window, self.attn_logit_softcapping)
 
     @classmethod
     def from_hf(cls, values: Mapping[str, Any]) -> "ModelConfig":
