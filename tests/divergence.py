@@ -7,7 +7,7 @@ distribution that it is drawn from, which is computed here anew, in float64.
 
 import numpy as np
 
-from rl.rollout.sampling import sample_uniforms
+from rl.rollout.sampling import draw_uniforms
 
 from .plain_llama import plain_logits
 
@@ -66,6 +66,5 @@ def boundary_distance(logits, number):
 
 def uniform(seed, iteration, prompt_number, sample, position):
     """The random number that decides one token."""
-    numbers = np.array([prompt_number], np.uint32), np.array([[sample]], np.uint32)
-    uniforms = sample_uniforms(np.uint32(seed), np.uint32(iteration), *numbers, position + 1)
-    return float(uniforms[position, 0, 0])
+    names = (np.array([name]) for name in (prompt_number, sample, position))
+    return float(draw_uniforms(seed, iteration, *names)[0])

@@ -10,7 +10,8 @@ def plain_logits(config, lora, parameters, tokens):
     for layer in range(config.num_hidden_layers):
         at = f"layers.{layer}"
         normed = _norm(config, x, weights[f"{at}.input_layernorm.scale"])
-        x = x + _attention(config, lora, weights, f"{at}.self_attn", normed)
+        kind = config.attention_kind(layer)
+        x = x + _attention(config, lora, weights, f"{at}.self_attn", normed, kind)
         normed = _norm(config, x, weights[f"{at}.post_attention_layernorm.scale"])
         gate = _linear(lora, weights, f"{at}.mlp.gate_proj", normed)
         up = _linear(lora, weights, f"{at}.mlp.up_proj", normed)
@@ -44,7 +45,7 @@ def _linear(lora, weights, stem, x):
     return x @ kernel + weights.get(f"{stem}.bias", 0.0)
 
 
-def _attention(config, lora, weights, at, x):
+def _attention(config, lora, weights, at, x, kind):
     heads, kv_heads, size = (
         config.num_attention_heads,
         config.num_key_value_heads,
@@ -61,8 +62,12 @@ def _attention(config, lora, weights, at, x):
         v = value[:, shared * size : (shared + 1) * size]
         output = np.zeros_like(v)
         for t in range(len(x)):
-            scores = np.exp(k[: t + 1] @ q[t] / np.sqrt(size))
-            output[t] = scores @ v[: t + 1] / scores.sum()
+            first = 0 if kind.window is None else max(t + 1 - kind.window, 0)
+            scores = k[first : t + 1] @ q[t] / np.sqrt(size)
+            if kind.soft_cap is not None:
+                scores = kind.soft_cap * np.tanh(scores / kind.soft_cap)
+            weight = np.exp(scores)
+            output[t] = weight @ v[first : t + 1] / weight.sum()
         outputs.append(output)
     return _linear(lora, weights, f"{at}.o_proj", np.concatenate(outputs, axis=1))
 

@@ -177,7 +177,7 @@ def run_jax(tmp_path, layout, num_processes=1, **variables):
 def test_jax_reads_the_settings(tmp_path):
     cache, seconds, count, _ = run_jax(tmp_path, f"{TRAIN}+{DECODE}")
     assert cache.startswith(str(tmp_path / "meshdial" / "xla") + "/")
-    assert (seconds, count) == (0.2, 6)
+    assert (seconds, count) == (0, 6)
 
 
 def test_a_process_has_its_part_of_a_mesh(tmp_path):

@@ -22,6 +22,8 @@ _OPTIONAL = {
     "mlp_bias": False,
     "max_position_embeddings": 2048,
 }
+# model_type -> the sliding window of a config.json that names none.
+_FAMILIES = {"llama": None, "mistral": 4096}
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -45,6 +47,7 @@ class ModelConfig:
     """The sizes of a Llama-family decoder, named as in Hugging Face's config.json.
 
     `sliding_window` holds for the layers whose `layer_types` say sliding_attention, or for all.
+    Checkpoints are read of Llama and Mistral, whose layers are all alike and cap no scores.
     """
 
     vocab_size: int
@@ -78,6 +81,10 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise MeshdialError(f"model config: head_dim is {self.head_dim}, expected an even size")
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise MeshdialError(
+                f"model config: sliding_window is {self.sliding_window}, expected at least 1"
+            )
 
     def attention_kind(self, layer: int) -> AttentionKind:
         is_sliding = self.layer_types is None or self.layer_types[layer] == "sliding_attention"
@@ -92,18 +99,25 @@ class ModelConfig:
         sizes = {name: values.get(name) for name in _SIZES}
         heads = sizes["num_attention_heads"]
         options = {name: values.get(name, rope.get(name, _OPTIONAL[name])) for name in _OPTIONAL}
+        family = values.get("model_type", "llama")
+        window = values.get("sliding_window", _FAMILIES[family]) if family == "mistral" else None
         return cls(
             **sizes,
             **options,
+            sliding_window=window,
             num_key_value_heads=values.get("num_key_value_heads") or heads,
             head_dim=values.get("head_dim") or _default_head_dim(sizes["hidden_size"], heads),
         )
 
     def to_hf(self) -> dict[str, Any]:
-        """The config.json of this model, readable by transformers' LlamaForCausalLM."""
+        """The config.json of this model, readable by transformers: a Llama's, or, where there is a
+        sliding window, a Mistral's."""
+        family = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+        if self.sliding_window is not None:
+            family = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+            family["sliding_window"] = self.sliding_window
         return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
+            **family,
             "hidden_act": "silu",
             **{name: getattr(self, name) for name in (*_SIZES, *_OPTIONAL)},
             "num_key_value_heads": self.num_key_value_heads,
@@ -120,8 +134,9 @@ def _default_head_dim(hidden_size: Any, num_heads: Any) -> int | None:
 def _refuse_unknown(values: Mapping[str, Any]) -> None:
     """Raise MeshdialError, naming the key, for a model that is no plain Llama."""
     family = values.get("model_type", "llama")
-    if family != "llama":
-        raise MeshdialError(f"model config: model_type is {family!r}, supported is 'llama'")
+    if family not in _FAMILIES:
+        known = " and ".join(map(repr, _FAMILIES))
+        raise MeshdialError(f"model config: model_type is {family!r}, supported are {known}")
     activation = values.get("hidden_act", "silu")
     if activation != "silu":
         raise MeshdialError(f"model config: hidden_act is {activation!r}, supported is 'silu'")

@@ -126,7 +126,7 @@ def configure_jax(
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     cache = os.path.join(base, "meshdial", "xla", _processor_key())
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", cache)
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
     # Which would take SIGTERM for itself, and let a process go on that was told to end.
     os.environ.setdefault("JAX_ENABLE_PREEMPTION_SERVICE", "false")

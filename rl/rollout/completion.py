@@ -9,6 +9,7 @@ import numpy as np
 
 from rl.errors import MeshdialError
 from rl.rollout.sampling import SamplingConfig
+from rl.rollout.stop_search import StopSearch
 
 
 class Tokenizer(Protocol):
@@ -25,28 +26,47 @@ class Completion:
     """One sampled completion, its end-of-text token included.
 
     `logprobs` are of the whole distribution at the sampling temperature; `sampling_logprobs` of
-    what truncation left, None where nothing is truncated. `text` ends before the stop text.
+    what truncation and bans left, None where nothing is truncated. `text` ends before the stop
+    text.
     """
 
     tokens: np.ndarray
     logprobs: np.ndarray
     sampling_logprobs: np.ndarray | None
     text: str
-    finish_reason: str  # stop or length
+    finish_reason: str  # stop, length or timeout
 
 
 @dataclass
 class Row:
-    """One sample in the making: tokens come in a few at a time until `finish_reason` is set."""
+    """One sample in the making: tokens come in a few at a time until `finish_reason` is set.
+
+    max_tokens: the most that this sample may have; as the sampling's where it is None.
+    """
 
     tokenizer: Tokenizer
     sampling: SamplingConfig
     prompt_number: int
+    max_tokens: int | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     sampling_logprobs: list[float] = field(default_factory=list)
     text: str | None = None
     finish_reason: str | None = None
+
+    def __post_init__(self):
+        most = self.sampling.max_tokens
+        self.max_tokens = most if self.max_tokens is None else self.max_tokens
+        if not 1 <= self.max_tokens <= most:
+            raise MeshdialError(
+                f"prompt {self.prompt_number}: a completion's limit is {self.max_tokens} tokens, "
+                f"expected 1 to rollout.max_tokens = {most}"
+            )
+        self._ends = frozenset(self.sampling.ends(self.tokenizer.eos_ids))
+        self._stops = None
+        if self.sampling.stop:
+            stop, min_tokens = self.sampling.stop, self.sampling.min_tokens
+            self._stops = StopSearch(self.tokenizer.decode, stop, min_tokens)
 
     def extend(self, tokens, logprobs, sampling_logprobs) -> None:
         """Take the tokens up to the one that ends the completion; drop those after it."""
@@ -57,50 +77,41 @@ class Row:
                 f"the model's logits for a completion of prompt {self.prompt_number} are not finite"
             )
         num_before = len(self.tokens)
-        self.tokens += tokens
-        self._find_end(num_before)
+        for token in tokens:
+            self._append(token)
+            if self.finish_reason:
+                break
         num_new = len(self.tokens) - num_before
         self.logprobs += logprobs[:num_new]
         self.sampling_logprobs += sampling_logprobs[:num_new]
 
-    def _find_end(self, num_before: int) -> None:
-        ends = self.tokenizer.eos_ids
-        eos = next((i for i, t in enumerate(self.tokens) if i >= num_before and t in ends), None)
-        limit = self.sampling.max_tokens
-        if eos is not None and eos < limit:
-            self._cut(eos + 1, "stop")
-        elif len(self.tokens) >= limit:
-            self._cut(limit, "length")
-        if self.sampling.stop and self._stop_in(self._decoded(len(self.tokens))) is not None:
-            lengths = range(num_before + 1, len(self.tokens) + 1)
-            texts = ((num, self._decoded(num)) for num in lengths)
-            num, text = next((n, t) for n, t in texts if self._stop_in(t) is not None)
-            self._cut(num, "stop")
-            self.text = text[: self._stop_in(text)]
+    def expire(self) -> None:
+        """Its time is over: end it with what it has, which is one token at least."""
+        if self.tokens and not self.finish_reason:
+            self.finish_reason = "timeout"
 
-    def _cut(self, num_tokens: int, reason: str) -> None:
-        del self.tokens[num_tokens:]
-        self.finish_reason = reason
-
-    def _decoded(self, num_tokens: int) -> str:
-        """The text of the first tokens; an end-of-text token has none, special or not."""
-        tokens = self.tokens[:num_tokens]
-        if tokens and tokens[-1] in self.tokenizer.eos_ids:
-            tokens.pop()
-        return self.tokenizer.decode(tokens)
-
-    def _stop_in(self, text: str) -> int | None:
-        """Where the first stop text begins."""
-        found = [text.find(stop) for stop in self.sampling.stop if stop in text]
-        return min(found, default=None)
+    def _append(self, token: int) -> None:
+        self.tokens.append(token)
+        if token in self._ends:
+            self.finish_reason = "stop"
+            return
+        self.text = self._stops.text_before_stop(self.tokens) if self._stops else None
+        if self.text is not None:
+            self.finish_reason = "stop"
+        elif len(self.tokens) == self.max_tokens:
+            self.finish_reason = "length"
 
     def completion(self) -> Completion:
-        text = self._decoded(len(self.tokens)) if self.text is None else self.text
         truncated = np.asarray(self.sampling_logprobs, np.float32)
         return Completion(
             np.asarray(self.tokens, np.int32),
             np.asarray(self.logprobs, np.float32),
             truncated if self.sampling.is_truncating else None,
-            text,
+            self._decoded() if self.text is None else self.text,
             self.finish_reason,
         )
+
+    def _decoded(self) -> str:
+        """An end-of-text token has no text, special or not."""
+        tokens = self.tokens[:-1] if self.tokens[-1] in self._ends else self.tokens
+        return self.tokenizer.decode(tokens)

@@ -1,22 +1,29 @@
-"""The two compiled programs of a rollout: compute the prompts, and decode some tokens a row."""
+"""The compiled programs of a rollout: prefill chunks of prompts, copy pages, decode some tokens.
+
+Where the mesh has several row shards, each a replica with a pool of its own, every array of rows,
+chunks or pages leads with the shards' axis.
+"""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from rl.models.spec import ModelSpec, Parameters
-from rl.models.transformer import (
-    Cache,
-    constrain_cache,
-    decode_logits,
-    empty_own_cache,
-    prefill,
+from rl.models.transformer import network
+from rl.rollout.attention.backends import Backend, Places
+from rl.rollout.attention.pool import LayerPool
+from rl.rollout.attention.scores import (
+    grouped,
+    is_seen,
+    masked_scores,
+    part_of_softmax,
+    weighted,
 )
-from rl.rollout.batching import prompt_slots
-from rl.rollout.sampling import SamplingNumbers, sample_tokens
-from rl.sharding import by_row_shard, constrain, gathered, merge_rows, split_rows
+from rl.rollout.pages import TRASH
+from rl.rollout.sampling import Bans, SamplingNumbers, sample_tokens
+from rl.sharding import by_row_shard, constrain, gathered, num_row_shards
 
 MAX_STEPS = 8
 """Most decode steps of one dispatch. How many are taken is a number, not a shape."""
@@ -30,139 +37,181 @@ class Draws(NamedTuple):
     sampling_logprobs: jax.Array
 
 
-class Prefilled(NamedTuple):
-    """What stays on the device from a batch's prompts."""
+class Rows(NamedTuple):
+    """One sample a row. A row without a sample has nothing left to draw."""
 
-    cache: Cache
-    lengths_P: jax.Array
+    tokens_B: jax.Array  # the last token there is
+    num_drawn_B: jax.Array  # completion tokens there are
+    num_left_B: jax.Array  # that it may still draw
+    places: Places
 
 
-@functools.partial(jax.jit, static_argnames=("spec", "num_shared"))
-def start(
+class Chunks(NamedTuple):
+    """Consecutive tokens of prompts, right-padded."""
+
+    tokens_RT: jax.Array
+    lengths_R: jax.Array
+    position_R: jax.Array  # of each chunk's first token
+    table_RN: jax.Array  # the pages of all its tokens and those before
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "backend", "num_pages", "page_size"))
+def empty_pools(
+    spec: ModelSpec, backend: Backend, num_pages: int, page_size: int
+) -> list[LayerPool]:
+    """A pool for each layer, of so many pages in each replica."""
+
+    def make(_):
+        layers = range(spec.config.num_hidden_layers)
+        return [backend.pool.empty(spec, num_pages, page_size) for _ in layers]
+
+    return _laid_out(backend, by_row_shard(make, jnp.zeros(num_row_shards())))
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "backend"), donate_argnames=("pools",))
+def prefill(
     spec: ModelSpec,
+    backend: Backend,
     trainable: Parameters,
     frozen: Parameters,
-    prompt_tokens_PT: jax.Array,
-    prompt_lengths_P: jax.Array,
-    uniforms_PG: jax.Array,
-    sampling: SamplingNumbers,
-    num_shared: int,
-) -> tuple[Prefilled, Draws]:
-    """Compute each prompt once, and once only the first tokens that all share; draw every row's
-    first token: Draws of [P, G].
+    pools: list[LayerPool],
+    chunks: Chunks,
+) -> list[LayerPool]:
+    """Put keys and values of the chunks' tokens into their pages.
+
+    In each layer all chunks write before any reads, so that one may continue another.
     """
+
+    def compute(of_shard):
+        pools, chunks = of_shard
+        T = chunks.tokens_RT.shape[1]
+        positions_RT = chunks.position_R[:, None] + jnp.arange(T)[None, :]
+        model = network(spec, trainable, frozen)
+        attend = _attend_chunks(backend, chunks, positions_RT)
+        tokens_N, positions_N = chunks.tokens_RT.reshape(-1), positions_RT.reshape(-1)
+        return model.hidden(tokens_N, positions_N, attend, pools)[1]
+
     trainable, frozen = gathered(trainable), gathered(frozen)
-
-    def compute(prompts):
-        return prefill(spec, trainable, frozen, *prompts, num_shared)
-
-    prompts = split_rows((prompt_tokens_PT, prompt_lengths_P))
-    logits_PV, cache = merge_rows(by_row_shard(compute, prompts))
-    P, G = uniforms_PG.shape
-    logits_PGV = jnp.broadcast_to(logits_PV[:, None, :], (P, G, logits_PV.shape[1]))
-    draws = _draw(logits_PGV, uniforms_PG, sampling)
-    lengths_P = constrain(prompt_lengths_P, "rows")
-    return Prefilled(constrain_cache(_padded(cache)), lengths_P), _for_host(draws)
+    return _laid_out(backend, by_row_shard(compute, (pools, _spread(chunks))))
 
 
-@functools.partial(jax.jit, static_argnames="spec", donate_argnames=("own_cache",))
+@functools.partial(jax.jit, static_argnames="backend", donate_argnames="pools")
+def copy_pages(
+    backend: Backend, pools: list[LayerPool], sources_M: jax.Array, targets_M: jax.Array
+) -> list[LayerPool]:
+    """Each target page becomes what its source is."""
+
+    def copy(of_shard):
+        pools, sources_M, targets_M = of_shard
+        return [backend.pool.copy(pool, sources_M, targets_M) for pool in pools]
+
+    return _laid_out(backend, by_row_shard(copy, (pools, *_spread((sources_M, targets_M)))))
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "backend"), donate_argnames=("pools",))
 def decode(
     spec: ModelSpec,
+    backend: Backend,
     trainable: Parameters,
     frozen: Parameters,
-    prefilled: Prefilled,
-    own_cache: Cache,
-    uniforms_NPG: jax.Array,
+    pools: list[LayerPool],
+    rows: Rows,
+    uniforms_NB: jax.Array,
     sampling: SamplingNumbers,
+    bans: Bans | None,
     eos_ids: jax.Array,
-    tokens_PG: jax.Array,
-    is_finished_PG: jax.Array,
-    index: jax.Array | int,
     num_steps: jax.Array | int,
-) -> tuple[Cache, Draws, jax.Array]:
-    """Feed `tokens_PG`, each row's token number `index`, and draw up to `num_steps` more.
+) -> tuple[list[LayerPool], Draws, jax.Array]:
+    """Feed every row's last token, and draw up to `num_steps` more a row.
 
-    `uniforms_NPG` has numbers for MAX_STEPS tokens. Returns the own cache, Draws of the same shape
-    and how many steps were taken: fewer than `num_steps` where every row is finished before, as
-    given or by an end-of-text token.
+    `uniforms_NB` decide them, of MAX_STEPS tokens a row. Returns the pools, Draws of the same shape
+    and how many steps were taken: fewer than `num_steps` where every row has ended before, by an
+    end-of-text token or for having none left.
     """
     trainable, frozen = gathered(trainable), gathered(frozen)
-    tokens_PG, is_finished_PG = constrain(tokens_PG, "rows"), constrain(is_finished_PG, "rows")
-    shape = (MAX_STEPS, *tokens_PG.shape)
-    blank = Draws(jnp.zeros(shape, jnp.int32), jnp.zeros(shape), jnp.zeros(shape))
+    rows = _spread(rows)
+
+    def begin(of_shard):
+        pools, rows = of_shard
+        return backend.begin(pools, rows.places, MAX_STEPS)
+
+    caches = by_row_shard(begin, (pools, rows))
 
     def is_open(state):
-        taken, _, _, is_finished_PG, _ = state
-        return (taken < num_steps) & ~jnp.all(is_finished_PG)
+        taken, _, _, has_ended_B, _ = state
+        return (taken < num_steps) & ~jnp.all(has_ended_B)
 
     def step(state):
-        taken, own_cache, tokens_PG, is_finished_PG, outputs = state
-        logits_PGV, own_cache = decode_logits(
-            spec,
-            trainable,
-            frozen,
-            prefilled.cache,
-            prefilled.lengths_P,
-            own_cache,
-            tokens_PG,
-            index + taken,
+        taken, caches, tokens_B, has_ended_B, outputs = state
+
+        def advance(of_shard):
+            caches, rows, tokens_B, uniforms_B = of_shard
+            model = network(spec, trainable, frozen)
+            attend = backend.attend(rows.places, taken, MAX_STEPS)
+            position_B = rows.places.position_B + taken
+            hidden_BD, caches = model.hidden(tokens_B, position_B, attend, caches)
+            # Each replica draws from whole rows: a search in a split vocabulary would wait.
+            logits_BV = constrain(model.logits(hidden_BD))
+            banned = None if bans is None else bans.at(rows.num_drawn_B + taken)
+            draws = Draws(*sample_tokens(logits_BV, uniforms_B, sampling, banned))
+            is_end_B = jnp.any(draws.tokens[:, None] == eos_ids[None, :], axis=1)
+            return caches, draws, is_end_B | (taken + 1 >= rows.num_left_B)
+
+        caches, draws, ends_B = by_row_shard(
+            advance, (caches, rows, tokens_B, _spread(uniforms_NB[taken]))
         )
-        draws = _draw(logits_PGV, uniforms_NPG[taken], sampling)
-        is_end_PG = jnp.any(draws.tokens[:, :, None] == eos_ids[None, None, :], axis=-1)
         outputs = Draws(
             *(all_.at[taken].set(new) for all_, new in zip(outputs, draws, strict=True))
         )
-        return taken + 1, own_cache, draws.tokens, is_finished_PG | is_end_PG, outputs
+        return taken + 1, caches, draws.tokens, has_ended_B | ends_B, outputs
 
-    state = (jnp.int32(0), own_cache, tokens_PG, is_finished_PG, blank)
-    taken, own_cache, _, _, outputs = jax.lax.while_loop(is_open, step, state)
-    return own_cache, _for_host(outputs), constrain(taken)
+    shape = (MAX_STEPS, *rows.tokens_B.shape)
+    blank = Draws(jnp.zeros(shape, jnp.int32), jnp.zeros(shape), jnp.zeros(shape))
+    state = (jnp.int32(0), caches, rows.tokens_B, rows.num_left_B <= 0, blank)
+    taken, caches, _, _, outputs = jax.lax.while_loop(is_open, step, state)
 
+    def end(of_shard):
+        pools, caches, rows = of_shard
+        return backend.end(pools, caches, rows.places, MAX_STEPS)
 
-empty = jax.jit(empty_own_cache, static_argnums=(0, 1, 2, 3))
-
-
-@functools.partial(jax.jit, static_argnames=("spec", "num_slots"))
-def grow(spec: ModelSpec, own_cache: Cache, num_slots: int) -> Cache:
-    """The same own cache with room for more tokens a row."""
-    P, G = own_cache[0][0].shape[:2]
-    larger = empty_own_cache(spec, P, G, num_slots)
-    return constrain_cache(
-        jax.tree.map(
-            lambda to, old: jax.lax.dynamic_update_slice(to, old, (0,) * 5), larger, own_cache
-        )
-    )
+    pools = _laid_out(backend, by_row_shard(end, (pools, caches, rows)))
+    # On every device, so that each process of the mesh can read all of it.
+    return pools, Draws(*map(constrain, outputs)), constrain(taken)
 
 
-@jax.jit
-def compact(
-    prefilled: Prefilled, own_cache: Cache, prompts_B: jax.Array, members_B: jax.Array
-) -> tuple[Prefilled, Cache]:
-    """The chosen rows alone, as [B, 1] groups of one, each with its own copy of its prompt."""
-    cache = jax.tree.map(lambda values_P: values_P[prompts_B], prefilled.cache)
-    own_cache = jax.tree.map(lambda values_PG: values_PG[prompts_B, members_B][:, None], own_cache)
-    lengths_B = constrain(prefilled.lengths_P[prompts_B], "rows")
-    return Prefilled(constrain_cache(cache), lengths_B), constrain_cache(own_cache)
+def _attend_chunks(backend: Backend, chunks: Chunks, positions_RT: jax.Array):
+    R, T = positions_RT.shape
+
+    def attend(query_NHC, key_NKC, value_NKC, pool, kind):
+        page_size = backend.pool.page_size(pool)
+        is_token_RT = jnp.arange(T)[None, :] < chunks.lengths_R[:, None]
+        pages_RT = jnp.take_along_axis(chunks.table_RN, positions_RT // page_size, axis=1)
+        pages_N = jnp.where(is_token_RT, pages_RT, TRASH).reshape(-1)
+        slots_N = (positions_RT % page_size).reshape(-1)
+        pool = backend.pool.write(pool, key_NKC, value_NKC, pages_N, slots_N)
+        key_RKCS, value_RKSC = backend.pool.read(pool, chunks.table_RN)
+        query = grouped(query_NHC.reshape(R, T, *query_NHC.shape[1:]), key_NKC.shape[1])
+        positions_S = jnp.arange(key_RKCS.shape[3])
+        mask_RTS = is_seen(positions_RT[:, :, None], positions_S[None, None, :], kind)
+        mask = mask_RTS[:, None, None]
+        scores = masked_scores("rtkgc,rkcs->rkgts", query, key_RKCS, mask, kind)
+        weights, total, _ = part_of_softmax(scores)
+        output = weighted("rkgts,rksc->rtkgc", weights / total, value_RKSC)
+        return output.astype(query_NHC.dtype).reshape(query_NHC.shape), pool
+
+    return attend
 
 
-def _padded(cache: Cache) -> Cache:
-    """A prompt cache of one of few sizes; attention leaves out what is beyond a prompt's length."""
-    num_tokens = cache[0][0].shape[-1]
-    ends = (0, prompt_slots(num_tokens) - num_tokens)
-    none = (0, 0)
-    return [
-        (jnp.pad(key, (none, none, none, ends)), jnp.pad(value, (none, none, ends, none)))
-        for key, value in cache
-    ]
+def _spread(tree: Any) -> Any:
+    """Arrays with the shards' axis in front, laid out over the row shards."""
+    if num_row_shards() == 1:
+        return tree
+    return jax.tree.map(lambda array: constrain(array, "rows"), tree)
 
 
-def _draw(logits_PGV, uniforms_PG, sampling) -> Draws:
-    # Each replica draws from whole rows: a search in a split vocabulary would wait for others.
-    logits_PG_V = constrain(logits_PGV.reshape(-1, logits_PGV.shape[-1]), "rows")
-    draws = sample_tokens(logits_PG_V, uniforms_PG.reshape(-1), sampling)
-    return Draws(*(values_PG.reshape(uniforms_PG.shape) for values_PG in draws))
-
-
-def _for_host(draws: Draws) -> Draws:
-    """On every device, so that each process of the mesh can read all of it."""
-    return Draws(*map(constrain, draws))
+def _laid_out(backend: Backend, pools: list[LayerPool]) -> list[LayerPool]:
+    """Pools with their replicas and their kv heads spread over the mesh."""
+    axes = backend.pool.AXES
+    if num_row_shards() > 1:
+        axes = ("rows", *axes)
+    return jax.tree.map(lambda array: constrain(array, *axes), pools)

@@ -1,44 +1,45 @@
-"""Runs one batch of samples after the other: start, decode until every row has ended, hand back."""
+"""Runs the samples of some prompts to their ends: schedule, run, postprocess.
+
+1. `Scheduler` says which samples decode next and on which pages (one for each replica).
+2. The programs of `decode` prefill what is missing, then draw a few tokens for every row.
+3. Rows take their tokens, and those that have ended leave their slots and pages to others.
+
+A sample's tokens depend on its prompt and its keys alone: not on slots, pages, or its neighbours.
+"""
 
 import functools
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import jax
 import numpy as np
 
+from rl import group
 from rl.models.spec import ModelSpec, Parameters
-from rl.models.transformer import Cache, parameter_shapes
-from rl.rollout.batching import Batch, Plan, bucket, compacted_rows
-from rl.rollout.completion import Row, Tokenizer
+from rl.models.transformer import parameter_shapes
+from rl.rollout.arrays import Assembler
+from rl.rollout.attention.backends import Backend
 from rl.rollout.decode import (
     MAX_STEPS,
     Draws,
-    Prefilled,
-    compact,
+    copy_pages,
     decode,
-    empty,
-    grow,
-    start,
+    empty_pools,
+    prefill,
 )
-from rl.rollout.sampling import SamplingConfig, sample_uniforms
-from rl.sharding import num_row_shards
+from rl.rollout.sampling import Bans, SamplingConfig
+from rl.rollout.scheduler import Sample, Scheduler
+from rl.rollout.shapes import num_rows_for
 
 FLOPS_A_DISPATCH = 4e9
 """Small models take several steps a dispatch, until it does this much: that hides what it costs.
-Large ones take one, so that no step runs after stop texts, which the host finds, ended every row.
+Large ones take one, as no row then runs on after its end, which the host finds.
 """
 
-FIRST_SLOTS = 64
-"""Room for new tokens that a batch begins with. It doubles when used up: few shapes are compiled,
-and a step never reads more than twice the tokens that there are."""
-
 COMPACT_STEPS = 16
-"""Fewest steps that may still follow for finished rows to be taken out of a batch: a smaller batch
-is another program to compile."""
-
-PROGRESS_TOKENS = 32
-"""Positions of a batch between two lines of progress."""
+"""Fewest tokens that some sample may still draw for the rows to be compacted: fewer rows are
+another program to compile."""
 
 
 @functools.cache
@@ -49,180 +50,130 @@ def suited_steps(spec: ModelSpec, num_rows: int) -> int:
 
 
 @dataclass
-class Running:
-    """A batch on the device, and on the host the rows [P][G] that it decodes."""
+class Counts:
+    """What a run has done so far."""
 
-    rows: list[list[Row]]
-    prefilled: Prefilled
-    own_cache: Cache
-    uniforms_TPG: np.ndarray  # for every token that a row may draw
-    last_tokens_PG: np.ndarray
-    is_finished_PG: np.ndarray
-    index: int = 0  # of the last token, among each row's new tokens
-
-    @property
-    def is_open(self) -> bool:
-        return not self.is_finished_PG.all()
-
-    @property
-    def num_slots(self) -> int:
-        return self.own_cache[0][0].shape[-1]
-
-    def num_cached(self, num_prompts: int, num_rows: int) -> int:
-        """Cache slots that so many prompts and rows would hold."""
-        return num_prompts * self.prefilled.cache[0][0].shape[-1] + num_rows * self.num_slots
-
-    def take(self, draws: Draws) -> None:
-        """Give every row its new tokens, from draws_NPG."""
-        columns = [np.moveaxis(values_NPG, 0, 2).tolist() for values_NPG in draws]
-        for p, group in enumerate(self.rows):
-            for g, row in enumerate(group):
-                row.extend(*(column[p][g] for column in columns))
-                self.is_finished_PG[p, g] = row.finish_reason is not None
-        self.last_tokens_PG = draws.tokens[-1]
+    decode_steps: int = 0
+    row_steps: int = 0
+    prefill_tokens: int = 0
+    num_done: int = 0
+    num_tokens: int = 0
 
 
 @dataclass
 class Engine:
-    """Samples batches of one plan. `sample_keys` and `prompts` are those of `generate`."""
+    """The samples of `schedulers`, on pools of the current mesh."""
 
     spec: ModelSpec
     trainable: Parameters
     frozen: Parameters
-    tokenizer: Tokenizer
-    prompts: Sequence[Sequence[int]]
-    sample_keys: tuple[int, int, Sequence[int]]
+    names: tuple[int, int]  # seed and iteration
     sampling: SamplingConfig
-    plan: Plan
-    num_shared: int  # first tokens that all prompts share and that are computed once a batch
+    eos_ids: tuple[int, ...]
+    bans: Bans | None
+    schedulers: list[Scheduler]
+    backend: Backend
+    assembler: Assembler
     steps_per_dispatch: int | None
     progress: Callable[[str], None]
     check_alive: Callable[[], None]
-    decode_steps: int = field(default=0, init=False)
-    row_steps: int = field(default=0, init=False)
-    num_done: int = field(default=0, init=False)
+    counts: Counts = field(default_factory=Counts)
 
-    def run(self, batch: Batch) -> list[list[Row]]:
-        """The finished rows of the batch's samples, by prompt."""
-        self.check_alive()
-        running = self._start(batch)
-        rows, reported = running.rows, 0
-        while running.is_open:
-            self.check_alive()
-            self._compact(running)
-            self._decode(running)
-            if running.is_open and running.index - reported >= PROGRESS_TOKENS:
-                reported = running.index
-                self._report(reported + 1)
-        self.num_done += len(batch.prompts) * batch.num_samples
-        self._report()
-        return rows
+    def run(self) -> None:
+        """Decode until no sample waits or runs. Whatever happens, every page is free after."""
+        pages = self.schedulers[0].pages
+        self.num_samples = sum(len(scheduler.waiting) for scheduler in self.schedulers)
+        self.num_rows = 0
+        self.pools = empty_pools(self.spec, self.backend, pages.num_pages, pages.page_size)
+        try:
+            while any(scheduler.has_work for scheduler in self.schedulers):
+                self.check_alive()
+                self._schedule()
+                self._decode()
+                self._retire()
+        finally:
+            self.pools = None
+            for scheduler in self.schedulers:
+                scheduler.close()
 
-    def _start(self, batch: Batch) -> Running:
-        uniforms_TPG = self._uniforms_of(batch)
-        prefilled, draws = start(
-            self.spec,
-            self.trainable,
-            self.frozen,
-            *self._prompts_of(batch),
-            uniforms_TPG[0],
+    def _schedule(self) -> None:
+        """Pages for those that run, then slots for those that wait, and what these lack."""
+        most = max(self.num_rows, 1)
+        steps = min(self.steps_per_dispatch or suited_steps(self.spec, most), MAX_STEPS)
+        for scheduler in self.schedulers:
+            scheduler.reserve(steps)
+        admitted = [scheduler.admit(steps) for scheduler in self.schedulers]
+        for chunks in self.assembler.chunks([one.chunks for one in admitted]):
+            self.counts.prefill_tokens += int(chunks.lengths_R.sum())
+            self.pools = prefill(*self._model, self.pools, chunks)
+        for sources, targets in self.assembler.copies([one.copies for one in admitted]):
+            self.pools = copy_pages(self.backend, self.pools, sources, targets)
+        started = time.monotonic()
+        for sample in self._running:
+            sample.since = sample.since or started
+        self.num_steps = steps
+        self._choose_num_rows()
+
+    def _choose_num_rows(self) -> None:
+        """Fewer rows than before only where that may still pay for compiling them."""
+        wanted = num_rows_for(max(len(scheduler.running) for scheduler in self.schedulers))
+        most_left = max(sample.num_left for sample in self._running)
+        if wanted > self.num_rows or most_left >= COMPACT_STEPS:
+            self.num_rows = wanted
+
+    def _decode(self) -> None:
+        running = [scheduler.running for scheduler in self.schedulers]
+        steps = min(self.num_steps, max(sample.num_left for sample in self._running))
+        self.pools, draws, taken = decode(
+            *self._model,
+            self.pools,
+            self.assembler.rows(running, self.num_rows, self.backend.gathers),
+            self.assembler.uniforms(self.names, running, self.num_rows),
             self.sampling.numbers,
-            num_shared=self.num_shared,
+            self.bans,
+            self.assembler.eos_ids(self.eos_ids),
+            np.int32(steps),
         )
-        num_slots = min(FIRST_SLOTS, bucket(self.sampling.max_tokens - 1))
-        own_cache = empty(self.spec, self.plan.num_prompts, self.plan.group_size, num_slots)
-        numbers = [self.sample_keys[2][i] for i in batch.prompts]
-        group = range(batch.num_samples)
-        rows = [[Row(self.tokenizer, self.sampling, number) for _ in group] for number in numbers]
-        nothing_PG = np.zeros((self.plan.num_prompts, self.plan.group_size), np.int32)
-        running = Running(
-            rows, prefilled, own_cache, uniforms_TPG, nothing_PG, np.ones_like(nothing_PG, bool)
-        )
-        running.take(Draws(*(values_PG[None] for values_PG in jax.device_get(draws))))
-        return running
+        draws, taken = jax.device_get((draws, taken))
+        self.counts.decode_steps += int(taken)
+        self.counts.row_steps += int(taken) * self.num_rows * len(running)
+        for number, samples in enumerate(running):
+            self._extend(samples, draws, number, int(taken))
 
-    def _decode(self, running: Running) -> None:
-        # The last token that a row may have is drawn but never fed.
-        room = self.sampling.max_tokens - 1
-        steps = self.steps_per_dispatch or suited_steps(self.spec, running.is_finished_PG.size)
-        num_steps = min(steps, MAX_STEPS, room - running.index)
-        if running.index + num_steps > running.num_slots:
-            num_slots = min(2 * running.num_slots, bucket(room))
-            running.own_cache = grow(self.spec, running.own_cache, num_slots)
-        running.own_cache, draws, num_taken = decode(
-            self.spec,
-            self.trainable,
-            self.frozen,
-            running.prefilled,
-            running.own_cache,
-            running.uniforms_TPG[running.index + 1 :][:MAX_STEPS],
-            self.sampling.numbers,
-            self._eos_ids(),
-            running.last_tokens_PG,
-            running.is_finished_PG,
-            np.int32(running.index),
-            np.int32(num_steps),
-        )
-        draws, num_taken = jax.device_get((draws, num_taken))
-        running.take(Draws(*(values_NPG[:num_taken] for values_NPG in draws)))
-        running.index += int(num_taken)
-        self.decode_steps += int(num_taken)
-        self.row_steps += int(num_taken) * running.is_finished_PG.size
+    def _extend(self, samples: list[Sample], draws: Draws, shard: int, taken: int) -> None:
+        columns = [values[:taken] for values in draws]
+        if len(self.schedulers) > 1:
+            columns = [values[:, shard] for values in columns]
+        lists = [values.T.tolist() for values in columns]
+        for row, sample in enumerate(samples):
+            sample.row.extend(*(values[row] for values in lists))
 
-    def _compact(self, running: Running) -> None:
-        """Take finished rows out, where that halves the batch and its caches do not grow."""
-        prompts_N, members_N = np.nonzero(~running.is_finished_PG)
-        num_open, shape = len(prompts_N), running.is_finished_PG.shape
-        num_rows = compacted_rows(num_open, running.is_finished_PG.size)
-        num_left = self.sampling.max_tokens - 1 - running.index
-        held = running.num_cached(shape[0], running.is_finished_PG.size)
-        if (
-            num_rows == running.is_finished_PG.size
-            or num_rows % num_row_shards()
-            or num_left < COMPACT_STEPS
-            or running.num_cached(num_rows, num_rows) > held
-        ):
+    def _retire(self) -> None:
+        self._expire()
+        ended = [sample for scheduler in self.schedulers for sample in scheduler.retire()]
+        self.counts.num_done += len(ended)
+        self.counts.num_tokens += sum(len(sample.row.tokens) for sample in ended)
+        if ended:
+            self._report()
+
+    def _expire(self) -> None:
+        """End what has run longer than the time limit; all processes of a mesh agree on which."""
+        limit = self.sampling.time_limit_s
+        if limit is None:
             return
-        rows = [[running.rows[p][g]] for p, g in zip(prompts_N, members_N, strict=True)]
-        unused = np.zeros(num_rows - num_open, int)  # any row will do
-        prompts_B = np.append(prompts_N, prompts_N[unused])
-        members_B = np.append(members_N, members_N[unused])
-        running.prefilled, running.own_cache = compact(
-            running.prefilled, running.own_cache, prompts_B, members_B
-        )
-        running.rows = rows
-        running.uniforms_TPG = running.uniforms_TPG[:, prompts_B, members_B][:, :, None]
-        running.last_tokens_PG = running.last_tokens_PG[prompts_B, members_B][:, None]
-        running.is_finished_PG = (np.arange(num_rows) >= num_open)[:, None]
+        now = float(group.agree(repr(time.monotonic())))
+        for sample in self._running:
+            if now - sample.since > limit and not sample.row.finish_reason:
+                sample.row.expire()
 
-    def _eos_ids(self) -> np.ndarray:
-        """Padded by -1, which no token is."""
-        eos_ids = self.tokenizer.eos_ids
-        return np.append(eos_ids, np.full(bucket(len(eos_ids)) - len(eos_ids), -1)).astype(np.int32)
+    @property
+    def _running(self) -> list[Sample]:
+        return [sample for scheduler in self.schedulers for sample in scheduler.running]
 
-    def _prompts_of(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens_PT, lengths_P), right-padded; for a prompt that is not there, the first again."""
-        prompts = [self.prompts[i] for i in batch.prompts]
-        prompts += prompts[:1] * (self.plan.num_prompts - len(prompts))
-        lengths_P = np.array([len(prompt) for prompt in prompts], np.int32)
-        longest = self.num_shared + bucket(int(lengths_P.max()) - self.num_shared)
-        tokens_PT = np.full((len(prompts), longest), self.tokenizer.pad_id, np.int32)
-        for tokens_T, prompt in zip(tokens_PT, prompts, strict=True):
-            tokens_T[: len(prompt)] = prompt
-        return tokens_PT, lengths_P
+    @property
+    def _model(self) -> tuple:
+        return (self.spec, self.backend, self.trainable, self.frozen)
 
-    def _uniforms_of(self, batch: Batch) -> np.ndarray:
-        """The random numbers of every token that the batch may draw, and of MAX_STEPS more."""
-        seed, iteration, numbers = self.sample_keys
-        numbers_P = np.zeros(self.plan.num_prompts, np.uint32)
-        numbers_P[: len(batch.prompts)] = [numbers[i] for i in batch.prompts]
-        samples_G = batch.first_sample + np.arange(self.plan.group_size, dtype=np.uint32)
-        samples_PG = np.tile(samples_G[None, :], (self.plan.num_prompts, 1))
-        num_positions = bucket(self.sampling.max_tokens + MAX_STEPS)
-        names = (np.uint32(seed), np.uint32(iteration), numbers_P, samples_PG)
-        return np.asarray(sample_uniforms(*names, num_positions=num_positions))
-
-    def _report(self, num_tokens: int | None = None) -> None:
-        num_samples = sum(len(b.prompts) * b.num_samples for b in self.plan.batches)
-        line = f"{self.num_done} of {num_samples} completions"
-        self.progress(f"{line}, {num_tokens} tokens into the next" if num_tokens else line)
+    def _report(self) -> None:
+        done = f"{self.counts.num_done} of {self.num_samples} completions"
+        self.progress(f"{done}, {self.counts.num_tokens} tokens")

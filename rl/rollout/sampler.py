@@ -1,24 +1,52 @@
 """Sample groups of completions.
 
-1. Prompts are sorted by length and packed into batches of equal shape.
-2. A batch's prompts are computed once each, and every row draws its first token.
-3. All rows decode a few tokens a dispatch; the host looks for their ends.
-4. When every row of the batch has ended, the next batch runs.
+1. Groups are dealt out to the replicas of the model, each with decode slots and pages of its own.
+2. A sample that finds a slot and pages begins; its group's prompt is computed once.
+3. All rows draw a few tokens a dispatch; those that have ended leave, and others take their places.
 
-A sample's tokens depend on its prompt and its keys alone: not on its batch or its place there.
+A sample's tokens depend on its prompt and its keys alone: not on its slot, pages or neighbours.
 """
 
+import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
 
 from rl.errors import MeshdialError
-from rl.models.shared_prefix import num_shared_tokens
 from rl.models.spec import ModelSpec, Parameters
-from rl.rollout.batching import plan_batches
+from rl.rollout.arrays import Assembler
+from rl.rollout.attention.choice import choose_backend
+from rl.rollout.attention.pool import page_bytes
 from rl.rollout.completion import Completion, Row, Tokenizer
+from rl.rollout.decode import MAX_STEPS
 from rl.rollout.engine import Engine
-from rl.rollout.sampling import SamplingConfig
+from rl.rollout.pages import Pages, num_pages_for
+from rl.rollout.sampling import SamplingConfig, check_ids
+from rl.rollout.scheduler import Prompt, Sample, Scheduler
+from rl.rollout.shapes import padded_length
 from rl.sharding import num_row_shards
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What a rollout may use: it decides what sampling costs, never what is sampled.
+
+    max_rows: decode slots, the most samples at once on each replica of the model.
+    page_size: tokens of a page of the KV cache, a multiple of 8.
+    kv_cache_bytes: most bytes of each replica's cache; None for what the samples can use at most,
+        and no more than a quarter of the memory.
+    backend: xla, cpu (a C++ kernel), pallas, or auto: the best of them here.
+    steps_per_dispatch: 1 to 8; None for what suits the model's size.
+    """
+
+    max_rows: int = 64
+    page_size: int = 16
+    kv_cache_bytes: int | None = None
+    backend: Literal["auto", "xla", "cpu", "pallas"] = "auto"
+    steps_per_dispatch: int | None = None
 
 
 def generate(
@@ -30,55 +58,116 @@ def generate(
     sample_keys: tuple[int, int, Sequence[int]],
     group_size: int,
     sampling: SamplingConfig,
-    max_rows: int,
+    engine: EngineConfig | None = None,
     progress: Callable[[str], None] = lambda line: None,
     check_alive: Callable[[], None] = lambda: None,
     figures: dict | None = None,
-    steps_per_dispatch: int | None = None,
+    limits_PG: Sequence[Sequence[int]] | None = None,
 ) -> list[list[Completion]]:
     """`group_size` completions of each prompt (its token ids), in the prompts' order.
 
     sample_keys: (seed, iteration, a number for each prompt), which with a sample's index in its
     group and a token's position decide every random draw; each is from 0 to 2**32 - 1.
-    max_rows: most samples at once, on each replica of the model that the mesh holds.
     check_alive: called between dispatches; what it raises ends the call. figures: a dict that
-    receives num_tokens (sampled), seconds, decode_steps (of the model, after the prompts),
-    row_steps (decode steps times rows, unused ones too), num_batches.
-    steps_per_dispatch: 1 to 8; by the model's size where it is not given.
+    receives num_tokens (sampled), seconds, decode_steps, row_steps (decode steps times rows, unused
+    ones too), prefill_tokens, preemptions, num_pages, peak_pages and kv_cache_bytes (of each
+    replica). limits_PG: most tokens of each sample; sampling.max_tokens where it is not given.
 
-    Raises MeshdialError for a prompt that is empty or too long, and for logits that are NaN.
+    Raises MeshdialError for a prompt that is empty or too long, for logits that are not finite, and
+    for a cache that cannot hold the longest sample.
     """
     began = time.perf_counter()
+    engine = engine or EngineConfig()
     _check_prompts(spec, prompts, sample_keys[2], sampling)
-    lengths = [len(prompt) for prompt in prompts]
-    plan = plan_batches(lengths, group_size, max_rows, num_row_shards())
-    engine = Engine(
+    check_ids(sampling, sampling.ends(tokenizer.eos_ids), spec.config.vocab_size)
+    rows = [
+        [
+            Row(tokenizer, sampling, number, limits_PG[p][g] if limits_PG else sampling.max_tokens)
+            for g in range(group_size)
+        ]
+        for p, number in enumerate(sample_keys[2])
+    ]
+    longest = padded_length(max(map(len, prompts))) + sampling.max_tokens
+    num_pages = _num_pages(spec, engine, longest, len(prompts), group_size)
+    schedulers = _deal(prompts, sample_keys[2], rows, engine, num_pages)
+    running = Engine(
         spec,
         trainable,
         frozen,
-        tokenizer,
-        prompts,
-        sample_keys,
+        sample_keys[:2],
         sampling,
-        plan,
-        num_shared_tokens(prompts) if plan.num_prompts > 1 else 0,
-        steps_per_dispatch,
+        sampling.ends(tokenizer.eos_ids),
+        sampling.bans(tokenizer.eos_ids),
+        schedulers,
+        choose_backend(engine.backend, spec, engine.page_size, progress),
+        Assembler(
+            engine.page_size,
+            num_pages_for(longest + MAX_STEPS, engine.page_size),
+            tokenizer.pad_id,
+            group_size,
+        ),
+        engine.steps_per_dispatch,
         progress,
         check_alive,
     )
-    groups: list[list[Row]] = [[] for _ in prompts]
-    for batch in plan.batches:
-        for prompt, rows in zip(batch.prompts, engine.run(batch), strict=True):
-            groups[prompt] += rows
+    running.run()
     if figures is not None:
-        figures.update(
-            num_tokens=sum(len(row.tokens) for rows in groups for row in rows),
-            seconds=time.perf_counter() - began,
-            decode_steps=engine.decode_steps,
-            row_steps=engine.row_steps,
-            num_batches=len(plan.batches),
+        figures.update(_figures(running, time.perf_counter() - began, spec))
+    return [[row.completion() for row in group] for group in rows]
+
+
+def _deal(prompts, numbers, rows, engine: EngineConfig, num_pages: int) -> list[Scheduler]:
+    """Whole groups to the replicas in turn, prompts of like length after each other."""
+    schedulers = [
+        Scheduler(Pages(num_pages, engine.page_size), engine.max_rows)
+        for _ in range(num_row_shards())
+    ]
+    order = sorted(range(len(prompts)), key=lambda p: len(prompts[p]))
+    for turn, p in enumerate(order):
+        prompt = Prompt(list(prompts[p]), numbers[p], len(rows[p]))
+        samples = (Sample(prompt, g, row) for g, row in enumerate(rows[p]))
+        schedulers[turn % len(schedulers)].waiting.extend(samples)
+    return schedulers
+
+
+def _num_pages(
+    spec: ModelSpec, engine: EngineConfig, longest: int, num_prompts: int, group_size: int
+) -> int:
+    """Pages of each replica: what its samples can use at most, as far as the budget reaches."""
+    bytes_of_page = page_bytes(spec, engine.page_size)
+    of_sample = num_pages_for(longest, engine.page_size) + 1  # and a prompt's last page
+    num_samples = -(-num_prompts // num_row_shards()) * group_size
+    wanted = min(engine.max_rows, num_samples) * (of_sample + 1) + 1
+    budget = engine.kv_cache_bytes or _default_budget()
+    num_pages = min(wanted, budget // bytes_of_page)
+    if num_pages < of_sample + 1:
+        raise MeshdialError(
+            f"rollout.kv_cache_mb allows {budget / 2**20:.1f} MiB for the KV cache, and one sample "
+            f"of {longest} tokens needs {(of_sample + 1) * bytes_of_page / 2**20:.1f}"
         )
-    return [[row.completion() for row in rows] for rows in groups]
+    return num_pages
+
+
+def _default_budget() -> int:
+    facts = jax.local_devices()[0].memory_stats() or {}
+    memory = facts.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return memory // 4
+
+
+def _figures(engine: Engine, seconds: float, spec: ModelSpec) -> dict:
+    counts, pages = engine.counts, engine.schedulers[0].pages
+    return {
+        "num_tokens": counts.num_tokens,
+        "seconds": seconds,
+        "decode_steps": counts.decode_steps,
+        "row_steps": counts.row_steps,
+        "prefill_tokens": counts.prefill_tokens,
+        "preemptions": sum(scheduler.num_preempted for scheduler in engine.schedulers),
+        "num_pages": pages.num_pages,
+        "peak_pages": max(scheduler.pages.peak for scheduler in engine.schedulers),
+        "kv_cache_bytes": pages.num_pages * page_bytes(spec, pages.page_size),
+        "backend": engine.backend.name,
+    }
 
 
 def _check_prompts(spec, prompts, prompt_numbers, sampling: SamplingConfig) -> None:

@@ -1,12 +1,15 @@
 """Draw a token from each row of logits, and say how likely it was.
 
-One uniform number decides one token, by inverse CDF in two levels: the row's weights are summed by
-blocks, the block that the number falls into is found, then the token in it. The sums give the
-log-probability for free, and nothing is sorted: top-k and top-p are thresholds on the weights,
-found by bisection on their float bits, so tokens that tie at a threshold are all kept.
+1. Ids that a row may not draw lose their logits.
+2. Logits become weights: probabilities relative to the most probable token's.
+3. Top-k, top-p and min-p are one threshold on the weights, found by bisection on their float bits:
+   nothing is sorted, and tokens that tie at the threshold are all kept.
+4. One uniform number decides the token, by inverse CDF in two levels: the weights are summed by
+   blocks, the block that the number falls into is found, then the token in it. The sums give the
+   log-probability for free.
 """
 
-import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,8 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from rl.errors import MeshdialError
+from rl.rollout.truncation import add_up, align, is_truncating, keep_from, least_weight
+from rl.sharding import constrain
 
 NUM_BLOCKS = 64  # of the two-level search; a vocabulary that does not divide is padded
+NUM_UNIFORMS = 512  # of one call: a program for each number of rows would compile for a second
+ALWAYS = 2**31 - 1  # more tokens than any completion has
 
 
 class SamplingNumbers(NamedTuple):
@@ -28,12 +35,36 @@ class SamplingNumbers(NamedTuple):
     min_p: float | jax.Array
 
 
+class Banned(NamedTuple):
+    """Ids, each named once, and the rows that may not draw them."""
+
+    ids_N: jax.Array
+    is_banned_BN: jax.Array
+
+
+class Bans(NamedTuple):
+    """Ids, each named once, that a completion may not draw while it has fewer than least_N tokens.
+
+    Of few lengths: filled up with an id that is not banned at all.
+    """
+
+    ids_N: np.ndarray
+    least_N: np.ndarray
+
+    def at(self, num_tokens_B: jax.Array) -> Banned:
+        """For rows that have so many tokens."""
+        return Banned(self.ids_N, num_tokens_B[:, None] < self.least_N[None, :])
+
+
 @dataclass(frozen=True)
 class SamplingConfig:
     """How completions are sampled.
 
     max_tokens: most tokens of a completion. temperature: 0 is greedy. top_k: 0 is off.
-    top_p: 1 is off. min_p: 0 is off. stop: texts that end a completion.
+    top_p: 1 is off. min_p: 0 is off. stop: texts that end a completion. min_tokens: so many tokens
+    come before an end-of-text token or the end of a stop text. forbidden_ids: tokens that are never
+    drawn. time_limit_s: seconds until a sample ends with what it has; None for no limit. eos_ids:
+    tokens that end a completion; None for the tokenizer's.
     """
 
     max_tokens: int
@@ -42,8 +73,13 @@ class SamplingConfig:
     top_p: float = 1.0
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
+    min_tokens: int = 0
+    forbidden_ids: tuple[int, ...] = ()
+    time_limit_s: float | None = None
+    eos_ids: tuple[int, ...] | None = None
 
     def __post_init__(self):
+        time_limit = float("inf") if self.time_limit_s is None else self.time_limit_s
         bounds = {
             "max_tokens": (self.max_tokens >= 1, "at least 1"),
             "temperature": (0 <= self.temperature < float("inf"), "0 (greedy) or more"),
@@ -51,6 +87,10 @@ class SamplingConfig:
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1 (off)"),
             "min_p": (0 <= self.min_p <= 1, "from 0 (off) to 1"),
             "stop": (all(self.stop), "no empty text"),
+            "min_tokens": (0 <= self.min_tokens <= self.max_tokens, "0 (off) to max_tokens"),
+            "forbidden_ids": (all(i >= 0 for i in self.forbidden_ids), "ids of 0 or more"),
+            "time_limit_s": (time_limit > 0, "more than 0, or None (off)"),
+            "eos_ids": (all(i >= 0 for i in self.eos_ids or ()), "ids of 0 or more"),
         }
         for name, (is_legal, expected) in bounds.items():
             if not is_legal:
@@ -60,7 +100,9 @@ class SamplingConfig:
     @property
     def is_truncating(self) -> bool:
         """Whether tokens are sampled from less than the whole distribution."""
-        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+        has_threshold = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        has_bans = self.min_tokens > 0 or bool(self.forbidden_ids)
+        return has_bans or (self.temperature > 0 and has_threshold)
 
     @property
     def numbers(self) -> SamplingNumbers:
@@ -71,135 +113,149 @@ class SamplingConfig:
             np.float32(self.min_p),
         )
 
+    def ends(self, tokenizer_ids: Sequence[int]) -> tuple[int, ...]:
+        """The ids that end a completion, where these are the tokenizer's."""
+        return tuple(tokenizer_ids if self.eos_ids is None else self.eos_ids)
+
+    def bans(self, tokenizer_ids: Sequence[int]) -> Bans | None:
+        """What may not be drawn; None where everything may, so that it costs nothing there."""
+        ends = self.ends(tokenizer_ids) if self.min_tokens else ()
+        least = dict.fromkeys(ends, self.min_tokens)
+        least |= dict.fromkeys(self.forbidden_ids, ALWAYS)
+        if not least:
+            return None
+        num_unused = max(8, 2 ** (len(least) - 1).bit_length()) - len(least)
+        ids, counts = [*least, *[0] * num_unused], [*least.values(), *[0] * num_unused]
+        return Bans(np.array(ids, np.int32), np.array(counts, np.int32))
+
+
+def check_ids(sampling: SamplingConfig, ends: Sequence[int], vocab_size: int) -> None:
+    """Refuses ids beyond the model's vocabulary, and bans of every token of it."""
+    whose = ("rollout.forbidden_tokens", sampling.forbidden_ids), ("what ends a completion", ends)
+    for name, ids in whose:
+        if beyond := [i for i in ids if i >= vocab_size]:
+            raise MeshdialError(
+                f"{name} has the id {beyond[0]}, expected ids below {vocab_size}, the size of the "
+                "model's vocabulary"
+            )
+    banned = {*sampling.forbidden_ids, *(ends if sampling.min_tokens else ())}
+    if len(banned) == vocab_size:
+        raise MeshdialError(
+            f"rollout.forbidden_tokens leaves none of the {vocab_size} tokens of the model's "
+            "vocabulary, expected at least one that does not end the completion"
+        )
+
 
 def sample_tokens(
-    logits_BV: jax.Array, uniforms_B: jax.Array, sampling: SamplingConfig | SamplingNumbers
+    logits_BV: jax.Array,
+    uniforms_B: jax.Array,
+    sampling: SamplingConfig | SamplingNumbers,
+    banned: Banned | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(tokens_B, logprobs_B, sampling_logprobs_B), each token decided by a uniform in [0, 1).
 
-    `logprobs_B` are log softmax(logits / temperature) of the whole vocabulary. Truncation comes in
-    Hugging Face's order: temperature, top-k, top-p of what top-k left, min-p relative to the most
-    probable token; `sampling_logprobs_B` are normalised over what is left. At temperature 0 the
-    token is the argmax (the first, in a tie), and both are its log softmax(logits).
+    `logprobs_B` are log softmax(logits / temperature) of the whole vocabulary. Banned ids go first;
+    then truncation comes in Hugging Face's order: temperature, top-k, top-p of what top-k left,
+    min-p relative to the most probable token; `sampling_logprobs_B` are normalised over what is
+    left. At temperature 0 the token is the argmax of what is not banned (the first, in a tie), and
+    both are its log-probabilities at temperature 1.
     """
     logits_BV = logits_BV.astype(jnp.float32)
-    logits_BNM = _blocks(logits_BV)
+    allowed_BV = logits_BV if banned is None else _without(logits_BV, banned)
     is_greedy = jnp.asarray(sampling.temperature == 0)
     temperature = jnp.where(is_greedy, 1.0, sampling.temperature)
-    peak_B = jnp.max(logits_BV, axis=-1)
+    blocks_BNM = _blocks(allowed_BV)
+    peak_B = jnp.max(allowed_BV, axis=-1)
 
     def weigh(logits):
         """Probabilities relative to the most probable token's, which is exactly 1."""
-        return jnp.exp((logits - _align(peak_B, logits)) / temperature)
+        return jnp.exp((logits - align(peak_B, logits)) / temperature)
 
-    def weigh_kept(logits):
-        return jnp.where(logits >= _align(least_B, logits), weigh(logits), 0.0)
+    def greedy():
+        block_B = jnp.argmax(jnp.max(blocks_BNM, axis=-1), axis=-1)
+        offset_B = jnp.argmax(_take(blocks_BNM, block_B), axis=-1)
+        total_B = add_up(weigh(blocks_BNM))
+        return block_B * blocks_BNM.shape[2] + offset_B, total_B, total_B
 
-    def everything():
-        return jnp.full_like(peak_B, -jnp.inf)
+    def whole():
+        tokens_B, total_B = _inverse_cdf(blocks_BNM, weigh, uniforms_B)
+        return tokens_B, total_B, total_B
 
     def truncated():
-        return _least_kept(logits_BNM, weigh(logits_BNM), sampling)
+        # The barrier: a weight is computed once, so that it is the same wherever it is compared.
+        weights_BNM = jax.lax.optimization_barrier(weigh(blocks_BNM))
+        least_B = least_weight(weights_BNM, sampling)
+        tokens_B, kept_B = _inverse_cdf(weights_BNM, keep_from(least_B), uniforms_B)
+        return tokens_B, add_up(weights_BNM), kept_B
 
-    is_whole = ~is_greedy & ~_truncates(sampling)
-    kind = jnp.where(is_greedy, 0, jnp.where(is_whole, 1, 2))
-    least_B = jax.lax.switch(kind, [lambda: peak_B, everything, truncated])
-    # Of greedy's ties the number 0 draws the first.
-    uniforms_B = jnp.where(is_greedy, 0.0, uniforms_B)
-    tokens_B, kept_B = _inverse_cdf(logits_BNM, weigh_kept, uniforms_B)
-    total_B = jax.lax.cond(is_whole, lambda: kept_B, lambda: _sum(weigh(logits_BNM)))
+    kind = jnp.where(is_greedy, 0, jnp.where(is_truncating(sampling), 2, 1))
+    tokens_B, total_B, kept_B = jax.lax.switch(kind, [greedy, whole, truncated])
     log_weights_B = (_take(logits_BV, tokens_B) - peak_B) / temperature
-    sampling_total_B = jnp.where(is_greedy, total_B, kept_B)
-    return (
-        tokens_B,
-        log_weights_B - jnp.log(total_B),
-        log_weights_B - jnp.log(sampling_total_B),
-    )
+    sampling_logprobs_B = log_weights_B - jnp.log(kept_B)
+    log_total_B = jnp.log(total_B)
+    if banned is not None:
+        log_banned_B = _log_banned(logits_BV, banned, peak_B, temperature)
+        log_total_B = jnp.logaddexp(log_total_B, log_banned_B)
+    return tokens_B, log_weights_B - log_total_B, sampling_logprobs_B
 
 
-@functools.partial(jax.jit, static_argnames="num_positions")
-def sample_uniforms(
-    seed: int | jax.Array,
-    iteration: int | jax.Array,
-    prompt_numbers_P: jax.Array,
-    samples_PG: jax.Array,
-    num_positions: int,
+def uniforms_at(
+    seed: jax.Array,
+    iteration: jax.Array,
+    prompt_numbers_M: jax.Array,
+    samples_M: jax.Array,
+    positions_M: jax.Array,
 ) -> jax.Array:
-    """uniforms_TPG in [0, 1), multiples of 2**-24: the number that decides each token.
+    """uniforms_M in [0, 1), multiples of 2**-24: the number that decides each token.
 
     It follows from what the token is, by jax.random.fold_in of (seed, iteration, prompt number,
-    sample, position), each from 0 to 2**32 - 1; not from where it is computed.
+    sample, position in the completion), each from 0 to 2**32 - 1; not from where it is computed.
     """
-    fold_in, over = jax.random.fold_in, jax.vmap
+    fold_in = jax.random.fold_in
     key = fold_in(jax.random.key(seed, impl="threefry2x32"), iteration)
-    keys_P = over(fold_in, (None, 0))(key, prompt_numbers_P)
-    keys_PG = over(over(fold_in, (None, 0)))(keys_P, samples_PG)
-    positions_T = jnp.arange(num_positions, dtype=jnp.uint32)
-    keys_TPG = over(over(over(fold_in, (0, None)), (0, None)), (None, 0))(keys_PG, positions_T)
-    bits_TPG = over(over(over(lambda key: jax.random.bits(key, (), jnp.uint32))))(keys_TPG)
-    return (bits_TPG >> 8).astype(jnp.float32) * jnp.float32(2**-24)
+    keys_M = jax.vmap(fold_in, (None, 0))(key, prompt_numbers_M)
+    keys_M = jax.vmap(fold_in)(jax.vmap(fold_in)(keys_M, samples_M), positions_M)
+    bits_M = jax.vmap(lambda key: jax.random.bits(key, (), jnp.uint32))(keys_M)
+    return (bits_M >> 8).astype(jnp.float32) * jnp.float32(2**-24)
 
 
-# Truncation
+def draw_uniforms(
+    seed: int,
+    iteration: int,
+    prompt_numbers_M: np.ndarray,
+    samples_M: np.ndarray,
+    positions_M: np.ndarray,
+) -> np.ndarray:
+    """uniforms_M of any number of tokens, by one small program."""
+    names = np.stack([prompt_numbers_M, samples_M, positions_M]).astype(np.uint32)
+    num_parts = -(-names.shape[1] // NUM_UNIFORMS)
+    padded = np.zeros((3, num_parts * NUM_UNIFORMS), np.uint32)
+    padded[:, : names.shape[1]] = names
+    parts = padded.reshape(3, num_parts, NUM_UNIFORMS).swapaxes(0, 1)
+    drawn = [_draw_part(np.uint32(seed), np.uint32(iteration), part) for part in parts]
+    return np.concatenate(jax.device_get(drawn))[: names.shape[1]]
 
 
-def _truncates(sampling) -> bool | jax.Array:
-    return (sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)
+@jax.jit
+def _draw_part(seed, iteration, names):
+    return constrain(uniforms_at(seed, iteration, *names))  # each process of a mesh reads them all
 
 
-def _least_kept(logits_BNM, weights_BNM, sampling) -> jax.Array:
-    """least_B: the smallest logit that top-k, top-p and min-p keep."""
-    # The barrier: a weight must round alike wherever it is compared.
-    weights_BNM = jax.lax.optimization_barrier(weights_BNM)
-
-    def is_kept(least_B):
-        return weights_BNM >= _align(least_B, weights_BNM)
-
-    def num_kept(least_B):
-        return _sum(jnp.where(is_kept(least_B), 1.0, 0.0))
-
-    def mass_kept(least_B):
-        return _sum(jnp.where(is_kept(least_B), weights_BNM, 0.0))
-
-    def top_k(least_B):
-        wanted = jnp.minimum(sampling.top_k, weights_BNM[0].size).astype(jnp.float32)
-        return _largest_threshold(num_kept, wanted, least_B)
-
-    def top_p(least_B):
-        return _largest_threshold(mass_kept, sampling.top_p * mass_kept(least_B), least_B)
-
-    def unchanged(least_B):
-        return least_B
-
-    least_B = jnp.zeros(weights_BNM.shape[0])
-    least_B = jax.lax.cond(sampling.top_k > 0, top_k, unchanged, least_B)
-    least_B = jax.lax.cond(sampling.top_p < 1, top_p, unchanged, least_B)
-    least_B = jnp.maximum(least_B, sampling.min_p)
-    return jnp.min(jnp.where(is_kept(least_B), logits_BNM, jnp.inf), axis=(1, 2))
+# Bans
 
 
-def _largest_threshold(measure, wanted, low_B) -> jax.Array:
-    """The largest threshold_B at which measure(threshold_B) >= wanted.
+def _without(logits_BV, banned: Banned) -> jax.Array:
+    """The logits with those of banned ids at minus infinity."""
+    highest_BN = jnp.where(banned.is_banned_BN, -jnp.inf, jnp.inf)
+    # Rows are named too: a scatter of whole columns would transpose the logits and back.
+    rows_B1 = jnp.arange(logits_BV.shape[0])[:, None]
+    return logits_BV.at[rows_B1, banned.ids_N[None, :]].min(highest_BN)
 
-    `measure` falls as the threshold rises, and `low_B` is known to be low enough. The bits of
-    floats that are not negative order as the floats do, so that halving an interval of integers
-    is exact after 30 rounds.
-    """
 
-    def is_open(interval):
-        low_B, high_B = interval
-        return jnp.any(high_B - low_B > 1)
-
-    def halve(interval):
-        low_B, high_B = interval
-        middle_B = low_B + (high_B - low_B) // 2
-        is_enough_B = measure(jax.lax.bitcast_convert_type(middle_B, jnp.float32)) >= wanted
-        return jnp.where(is_enough_B, middle_B, low_B), jnp.where(is_enough_B, high_B, middle_B)
-
-    low_B = jax.lax.bitcast_convert_type(low_B, jnp.int32)
-    above_one = np.float32(1).view(np.int32) + 1  # no weight exceeds 1
-    low_B, _ = jax.lax.while_loop(is_open, halve, (low_B, jnp.full_like(low_B, above_one)))
-    return jax.lax.bitcast_convert_type(low_B, jnp.float32)
+def _log_banned(logits_BV, banned: Banned, peak_B, temperature) -> jax.Array:
+    """The log of the summed weights of what is banned, which may be far above any that is not."""
+    logits_BN = (logits_BV[:, banned.ids_N] - peak_B[:, None]) / temperature
+    return jax.nn.logsumexp(logits_BN, axis=-1, where=banned.is_banned_BN)
 
 
 # The search
@@ -240,7 +296,7 @@ def _first_beyond(running_BN, weights_BN, target_B) -> jax.Array:
 
 def _take(values_BN_, index_B) -> jax.Array:
     """The entry (or the row) at each row's own index."""
-    return jnp.take_along_axis(values_BN_, _align(index_B, values_BN_), axis=1)[:, 0]
+    return jnp.take_along_axis(values_BN_, align(index_B, values_BN_), axis=1)[:, 0]
 
 
 def _blocks(logits_BV) -> jax.Array:
@@ -251,12 +307,3 @@ def _blocks(logits_BV) -> jax.Array:
     if missing:
         logits_BV = jnp.pad(logits_BV, ((0, 0), (0, missing)), constant_values=-jnp.inf)
     return logits_BV.reshape(logits_BV.shape[0], num_blocks, -1)
-
-
-def _align(values_B, like) -> jax.Array:
-    """[B] -> [B, 1, ...] of as many axes as `like` has."""
-    return jnp.expand_dims(values_B, range(1, like.ndim))
-
-
-def _sum(values_BNM) -> jax.Array:
-    return jnp.sum(jnp.sum(values_BNM, axis=-1), axis=-1)

@@ -26,6 +26,7 @@ from rl.context import Context
 from rl.errors import MeshdialError
 from rl.processes.runtime import parse_process_layout
 from rl.sharding import device_mesh, on
+from rl.stages.compiling import compiled
 from rl.stages.request import Request
 
 MODULES = {
@@ -38,6 +39,9 @@ MODULES = {
     "rl.stages.reporting": ("report_run", "compare_runs"),
 }
 
+MENTIONED_SECONDS = 1.0
+"""Of compiling: from so many on a stage says so in its line."""
+
 
 def run(request: Mapping[str, Any], context: Context) -> None:
     """Run one stage; MeshdialError for bad input, ClientGone if nobody waits for it any more."""
@@ -48,15 +52,17 @@ def run(request: Mapping[str, Any], context: Context) -> None:
         raise MeshdialError(f"there is no such stage, expected one of {known}")
     function = getattr(importlib.import_module(module), job.stage)
     started = time.time()
-    clock, cpu_clock = time.perf_counter(), time.process_time()
+    clock, cpu_clock, programs = time.perf_counter(), time.process_time(), compiled()
     with _mesh_of(request):
         said = function(job, context)
-    seconds = time.perf_counter() - clock
+    seconds, programs = time.perf_counter() - clock, compiled() - programs
     cost = {
         "started": started,
         "mesh": request.get("mesh", ""),
         "seconds": seconds,
         "cpu_seconds": time.process_time() - cpu_clock,
+        "compile_seconds": programs.seconds,
+        "programs_compiled": programs.num_programs,
         "peak_memory_bytes": peak_memory_bytes(),
         **job.costs_found,
         "host": socket.gethostname(),
@@ -64,6 +70,8 @@ def run(request: Mapping[str, Any], context: Context) -> None:
     }
     if job.timings is not None:
         write_json(Publisher(context.check_alive), job.timings, cost)
+    if programs.seconds > MENTIONED_SECONDS:
+        said += f" (compiling took {programs.seconds:.1f} s)"
     context.progress(progress_line(job, seconds, said))
 
 

@@ -1,0 +1,170 @@
+"""From the lists of the schedulers to the arrays that the programs take, in few shapes.
+
+There is a list for each replica; where there are several, the arrays lead with their axis.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import jax
+import numpy as np
+
+from rl.rollout.attention.backends import Places
+from rl.rollout.attention.xla import SharedPrompts
+from rl.rollout.decode import MAX_STEPS, Chunks, Rows
+from rl.rollout.pages import TRASH, num_pages_for
+from rl.rollout.sampling import draw_uniforms
+from rl.rollout.scheduler import Chunk, Sample
+from rl.rollout.shapes import chunk_length, max_chunks, power_of_two
+
+MAX_MEMBERS = 8
+"""Most rows of a prompt that attend to its pages in one product."""
+
+
+class Assembler:
+    """Knows the sizes that stay the same through a run."""
+
+    def __init__(self, page_size: int, max_pages: int, pad_id: int, group_size: int):
+        self.page_size = page_size
+        self.max_pages = max_pages  # of a sample, with room for the steps that overrun its end
+        self.pad_id = pad_id
+        self.num_members = min(power_of_two(group_size), MAX_MEMBERS)
+
+    # Prefill
+
+    def chunks(self, runs: list[list[Chunk]]) -> Iterator[Chunks]:
+        """The runs of tokens, in order, cut into chunks and dispatches."""
+        length = chunk_length([len(run.tokens) for replica in runs for run in replica])
+        pieces = [[piece for run in replica for piece in _cut(run, length)] for replica in runs]
+        num_pages = max((len(piece.pages) for replica in pieces for piece in replica), default=1)
+        num_pages = power_of_two(num_pages, 8)
+        size = max_chunks(length, num_pages * self.page_size)
+        for start in range(0, max(map(len, pieces)), size):
+            parts = [replica[start : start + size] for replica in pieces]
+            num_chunks = power_of_two(max(map(len, parts)), 4)
+            yield _stacked([self._chunks(part, num_chunks, length, num_pages) for part in parts])
+
+    def _chunks(self, pieces: list[Chunk], num_chunks: int, length: int, num_pages: int) -> Chunks:
+        tokens_RT = np.full((num_chunks, length), self.pad_id, np.int32)
+        lengths_R, position_R = np.zeros((2, num_chunks), np.int32)
+        table_RN = np.full((num_chunks, num_pages), TRASH, np.int32)
+        for row, piece in enumerate(pieces):
+            tokens_RT[row, : len(piece.tokens)] = piece.tokens
+            lengths_R[row], position_R[row] = len(piece.tokens), piece.position
+            table_RN[row, : len(piece.pages)] = piece.pages
+        return Chunks(tokens_RT, lengths_R, position_R, table_RN)
+
+    def copies(
+        self, copies: list[list[tuple[int, int]]]
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """(sources_M, targets_M), where there are any; what is filled up copies TRASH to itself."""
+        most = max(map(len, copies))
+        if not most:
+            return
+        pairs = np.full((len(copies), power_of_two(most, 8), 2), TRASH, np.int32)
+        for row, replica in zip(pairs, copies, strict=True):
+            row[: len(replica)] = np.reshape(replica, (-1, 2))
+        pairs = pairs if len(copies) > 1 else pairs[0]
+        yield pairs[..., 0], pairs[..., 1]
+
+    # Decoding
+
+    def rows(self, running: list[list[Sample]], num_rows: int, gathers: bool) -> Rows:
+        """The samples of each replica as its first rows."""
+        prompts = [None] * len(running)
+        if gathers:
+            prompts = self._shared_prompts(running, num_rows)
+        return _stacked(
+            [
+                self._rows(samples, num_rows, shared)
+                for samples, shared in zip(running, prompts, strict=True)
+            ]
+        )
+
+    def _rows(self, samples: list[Sample], num_rows: int, prompts: SharedPrompts | None) -> Rows:
+        numbers = np.zeros((4, num_rows), np.int32)
+        table_BN = np.full((num_rows, self.max_pages), TRASH, np.int32)
+        for row, sample in enumerate(samples):
+            last = sample.row.tokens[-1] if sample.row.tokens else sample.prompt.tokens[-1]
+            numbers[:, row] = last, len(sample.row.tokens), sample.num_left, sample.position
+            table_BN[row, : len(sample.pages)] = sample.pages
+        return Rows(*numbers[:3], Places(table_BN, numbers[3], prompts))
+
+    def uniforms(
+        self, names: tuple[int, int], running: list[list[Sample]], num_rows: int
+    ) -> np.ndarray:
+        """The numbers that decide the next MAX_STEPS tokens of every row, [MAX_STEPS, rows]."""
+        numbers = np.zeros((3, MAX_STEPS, len(running), num_rows), np.uint32)
+        for shard, samples in enumerate(running):
+            for row, sample in enumerate(samples):
+                numbers[:2, :, shard, row] = [[sample.prompt.number], [sample.index]]
+                numbers[2, :, shard, row] = len(sample.row.tokens) + np.arange(MAX_STEPS)
+        uniforms = draw_uniforms(*names, *numbers.reshape(3, -1)).reshape(numbers.shape[1:])
+        return uniforms if len(running) > 1 else uniforms[:, 0]
+
+    def _shared_prompts(self, running: list[list[Sample]], num_rows: int) -> list[SharedPrompts]:
+        units = [_units(samples, self.num_members) for samples in running]
+        num_units, num_members = 2 * num_rows // self.num_members, self.num_members
+        if num_units > num_rows or max(map(len, units)) > num_units:
+            units = [_units(samples, 1) for samples in running]
+            num_units, num_members = num_rows, 1
+        everything = [sample for samples in running for sample in samples]
+        num_shared = max(sample.num_shared for sample in everything)
+        most_own = max(self._num_own(sample) for sample in everything)
+        shape = (num_units, num_members, num_shared and power_of_two(num_shared), most_own)
+        return [
+            self._prompts_of(samples, units, num_rows, shape)
+            for samples, units in zip(running, units, strict=True)
+        ]
+
+    def _num_own(self, sample: Sample) -> int:
+        """Pages with something in them after the shared ones, in few sizes."""
+        num_tokens = sample.position - sample.num_shared * self.page_size
+        return power_of_two(num_pages_for(num_tokens, self.page_size), 4)
+
+    def _prompts_of(self, samples, units: list[list[int]], num_rows: int, shape) -> SharedPrompts:
+        num_units, num_members, num_shared, num_own = shape
+        pages_UN = np.full((num_units, num_shared), TRASH, np.int32)
+        lengths_U = np.zeros(num_units, np.int32)
+        rows_UM = np.zeros((num_units, num_members), np.int32)
+        place_B, own_start_B = np.zeros((2, num_rows), np.int32)
+        own_pages_BN = np.full((num_rows, num_own), TRASH, np.int32)
+        for unit, rows in enumerate(units):
+            first = samples[rows[0]]
+            pages_UN[unit, : first.num_shared] = first.pages[: first.num_shared]
+            lengths_U[unit] = first.num_shared * self.page_size
+            rows_UM[unit, : len(rows)] = rows
+            place_B[rows] = unit * num_members + np.arange(len(rows))
+        for row, sample in enumerate(samples):
+            own = sample.pages[sample.num_shared :][:num_own]
+            own_pages_BN[row, : len(own)] = own
+            own_start_B[row] = sample.num_shared * self.page_size
+        return SharedPrompts(pages_UN, lengths_U, rows_UM, place_B, own_pages_BN, own_start_B)
+
+    def eos_ids(self, eos_ids: Sequence[int]) -> np.ndarray:
+        """Padded by -1, which no token is."""
+        padding = [-1] * (power_of_two(len(eos_ids), 8) - len(eos_ids))
+        return np.array([*eos_ids, *padding], np.int32)
+
+
+def _cut(run: Chunk, length: int) -> Iterator[Chunk]:
+    for start in range(0, len(run.tokens), length):
+        yield Chunk(run.tokens[start : start + length], run.position + start, run.pages)
+
+
+def _units(samples: list[Sample], num_members: int) -> list[list[int]]:
+    """Rows by what they share, at most `num_members` together."""
+    rows_of: dict[tuple, list[int]] = {}
+    for row, sample in enumerate(samples):
+        rows_of.setdefault(tuple(sample.pages[: sample.num_shared]), []).append(row)
+    return [
+        rows[start : start + num_members]
+        for rows in rows_of.values()
+        for start in range(0, len(rows), num_members)
+    ]
+
+
+def _stacked(replicas: list):
+    """One replica's arrays as they are, those of several stacked."""
+    if len(replicas) == 1:
+        return replicas[0]
+    return jax.tree.map(lambda *arrays: np.stack(arrays), *replicas)

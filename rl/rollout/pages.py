@@ -1,0 +1,87 @@
+"""The pages of a KV cache: who holds them, and which prompts' tokens they already have.
+
+A page has room for the keys and values of `page_size` tokens, in every layer. It is free when
+nobody holds it. Full pages of prompts are found again by their content, so that whoever begins with
+the same tokens shares them.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+TRASH = 0
+"""The page that nobody holds: what is written to it is never read."""
+
+Content = tuple[int, tuple[int, ...]]
+"""The page before (TRASH for none) and this page's tokens: all the tokens up to its end."""
+
+
+class Pages:
+    """Reference-counted pages 1 to num_pages - 1."""
+
+    def __init__(self, num_pages: int, page_size: int):
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.peak = 0
+        self._free = deque(range(1, num_pages))
+        self._num_holders = [0] * num_pages
+        self._page_of: dict[Content, int] = {}
+        self._content_of: dict[int, Content] = {}
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_held(self) -> int:
+        return self.num_pages - 1 - self.num_free
+
+    def take(self, count: int) -> list[int]:
+        """So many free pages, each held once. IndexError if there are fewer: ask `num_free`."""
+        pages = [self._free.popleft() for _ in range(count)]
+        for page in pages:
+            self._num_holders[page] = 1
+        self.peak = max(self.peak, self.num_held)
+        return pages
+
+    def hold(self, pages: Iterable[int]) -> None:
+        """Hold pages once more that somebody already holds."""
+        for page in pages:
+            assert self._num_holders[page] > 0, f"page {page} is free"
+            self._num_holders[page] += 1
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Undo one `take` or `hold` of each page."""
+        for page in reversed(pages):
+            assert self._num_holders[page] > 0, f"page {page} is free already"
+            self._num_holders[page] -= 1
+            if not self._num_holders[page]:
+                self._page_of.pop(self._content_of.pop(page, None), None)
+                self._free.append(page)
+
+    def find(self, tokens: Sequence[int]) -> list[int]:
+        """The pages there are of the full pages that `tokens` begin with."""
+        found: list[int] = []
+        for content in self._split(tokens):
+            page = self._page_of.get((found[-1] if found else TRASH, content))
+            if page is None:
+                break
+            found.append(page)
+        return found
+
+    def name(self, pages: Sequence[int], tokens: Sequence[int]) -> None:
+        """Say that `pages`, all full, are those of the first of `tokens`."""
+        before = TRASH
+        for page, content in zip(pages, self._split(tokens), strict=False):
+            self._page_of[before, content] = page
+            self._content_of[page] = before, content
+            before = page
+
+    def _split(self, tokens: Sequence[int]) -> Iterable[tuple[int, ...]]:
+        size = self.page_size
+        ends = range(size, len(tokens) + 1, size)
+        return (tuple(tokens[end - size : end]) for end in ends)
+
+
+def num_pages_for(num_tokens: int, page_size: int) -> int:
+    """How many pages hold so many tokens."""
+    return -(-num_tokens // page_size)
