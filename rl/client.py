@@ -144,7 +144,9 @@ def _pairs(option: str, words: list[str]) -> dict[str, str]:
     return pairs
 
 
-def _number(name: str, text: str) -> int | float:
+def _number(name: str, text: str) -> int | float | None:
+    if text == "null":
+        return None
     try:
         return int(text) if text.isdecimal() else float(text)
     except ValueError:

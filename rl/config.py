@@ -17,8 +17,8 @@ from typing import Any
 import jsonschema
 import yaml
 
+from rl.conflicts import conflicts
 from rl.errors import MeshdialError
-from rl.mesh import check_dial, check_fit
 
 SCHEMA = Path(__file__).parents[1] / "workflow" / "schemas" / "config.schema.yaml"
 SWEEP_KEYS = ("base", "grid", "runs")
@@ -54,7 +54,7 @@ def complete(config: Mapping, name: str = "the config") -> dict:
     filled = _fill(config, schema())
     if filled["evaluation"]["functions"] is None:
         filled["evaluation"]["functions"] = filled["reward"]["functions"]
-    for sentence in _conflicts(filled):
+    for sentence in conflicts(filled):
         raise MeshdialError(f"{name}: {sentence}")
     return filled
 
@@ -242,6 +242,8 @@ def _sentence(error: jsonschema.ValidationError) -> str:
         case "maximum" | "exclusiveMaximum":
             bound = "at most" if error.validator == "maximum" else "less than"
             return f"{where}, expected {bound} {error.validator_value}"
+        case "multipleOf":
+            return f"{where}, expected a multiple of {error.validator_value}"
         case "minProperties":
             return f"{where}, expected at least {error.validator_value} entry"
         case "minItems" | "maxItems":
@@ -293,60 +295,3 @@ def _one_of(values: list) -> str:
 
 def _keys(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, Mapping) else repr(value)
-
-
-def _misshapen(architecture: Mapping) -> Iterator[str]:
-    width, heads, kv_heads = (architecture[key] for key in ("width", "heads", "kv_heads"))
-    where = "model.architecture"
-    if width % (2 * heads):
-        yield f"{where}.width is {width}, expected a multiple of 2 x heads = {2 * heads}"
-    if heads % kv_heads:
-        yield f"{where}.heads is {heads}, expected a multiple of kv_heads = {kv_heads}"
-    if architecture["tokenizer"] == "characters" and not architecture["alphabet"]:
-        yield f"{where}.alphabet is missing, which the tokenizer characters needs"
-
-
-def _conflicts(config: Mapping) -> Iterator[str]:
-    """Sentences about keys that do not fit each other."""
-    rollout, learner, model = config["rollout"], config["learner"], config["model"]
-    prompts, updates = rollout["prompts_per_iteration"], learner["updates_per_batch"]
-    if prompts % updates:
-        yield (
-            f"rollout.prompts_per_iteration is {prompts} (a batch of {prompts} x "
-            f"{rollout['group_size']} completions), which learner.updates_per_batch = {updates} "
-            "does not divide; each update takes whole groups"
-        )
-    is_truncating = rollout["top_k"] > 0 or rollout["top_p"] < 1 or rollout["min_p"] > 0
-    if is_truncating and not rollout["train_on_truncated"]:
-        yield (
-            "rollout.top_k, top_p or min_p truncates the sampling distribution, so that training "
-            "would be off-policy; set rollout.train_on_truncated: true to do it all the same"
-        )
-    if (model["source"] == "scratch") != (model["architecture"] is not None):
-        yield (
-            f"model.source is {model['source']!r} and model.architecture is "
-            f"{'missing' if model['architecture'] is None else 'given'}; the source scratch needs "
-            "an architecture, and no other source takes one"
-        )
-    if model["architecture"] is not None:
-        yield from _misshapen(model["architecture"])
-    optimizer = config["optimizer"]
-    if optimizer["schedule"] != "constant" and optimizer["horizon"] is None:
-        yield f"optimizer.schedule is {optimizer['schedule']}, which needs optimizer.horizon"
-    if optimizer["name"] == "adam" and optimizer["weight_decay"]:
-        yield (
-            f"optimizer.weight_decay is {optimizer['weight_decay']}, and optimizer.name is adam, "
-            "which has none; take adamw"
-        )
-    if optimizer["horizon"] is not None and optimizer["horizon"] <= optimizer["warmup"]:
-        yield (
-            f"optimizer.horizon is {optimizer['horizon']}, expected more than "
-            f"optimizer.warmup = {optimizer['warmup']}"
-        )
-    task = config["task"]
-    if (task["name"] == "table") != (task["train_file"] is not None):
-        yield (
-            f"task.name is {task['name']} and task.train_file is {task['train_file']!r}; the task "
-            "table reads a file, and no other task does"
-        )
-    yield from list(check_dial(config["cluster"])) or check_fit(config)

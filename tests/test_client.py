@@ -27,12 +27,13 @@ def test_request_holds_what_the_command_line_says():
         *("generate_rollouts", "--mesh", "all:devices=1", "--run", "sums", "--iteration", "0012"),
         *("--config", '{"seed": 1}', "--input", "weights=a/b=c", "prompts=p.parquet"),
         *("--input", "nothing=", "--output", "rollouts=r.parquet", "--cost", "max_rows=64"),
+        *("--cost", "kv_cache_mb=null"),
     )
     assert request["stage"] == "generate_rollouts"
     assert request["config"] == {"seed": 1}
     assert request["inputs"] == {"weights": "a/b=c", "prompts": "p.parquet", "nothing": ""}
     assert request["outputs"] == {"rollouts": "r.parquet"}
-    assert request["cost"] == {"max_rows": 64}
+    assert request["cost"] == {"max_rows": 64, "kv_cache_mb": None}
     assert (request["run"], request["iteration"]) == ("sums", 12)
     assert request["cwd"] == os.path.realpath(os.getcwd())
     assert request["client"]["pid"] == os.getpid()

@@ -89,6 +89,11 @@ def test_every_key_of_the_schema_has_a_default_or_is_required():
         ({"run": "x", "optimizer": {"clip_norm": 0}}, ["clip_norm is 0", "more than 0"]),
         ({"run": "x", "reward": {"functions": [{"functon": "a"}]}}, ["reward.functions.0"]),
         ("addition", ["expected object"]),
+        ({"run": "x", "rollout": {"page_size": 12}}, ["page_size is 12", "a multiple of 8"]),
+        ({"run": "x", "rollout": {"kv_cache_mb": 0}}, ["kv_cache_mb is 0", "at least 1"]),
+        ({"run": "x", "rollout": {"time_limit_s": 0}}, ["time_limit_s is 0", "more than 0"]),
+        ({"run": "x", "rollout": {"forbidden_tokens": ["a"]}}, ["tokens.0 is 'a'", "integer"]),
+        ({"run": "x", "rollout": {"stop_token_ids": [-1]}}, ["ids.0 is -1", "at least 0"]),
     ],
 )
 def test_what_does_not_fit_the_schema_is_refused_in_one_sentence(config, words):
@@ -105,9 +110,13 @@ def test_updates_take_equal_shares_of_whole_groups():
     assert complete({"run": "x", "learner": {"updates_per_batch": 4}})
 
 
-@pytest.mark.parametrize("setting", [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}])
+@pytest.mark.parametrize(
+    "setting",
+    [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"forbidden_tokens": [0]}, {"min_tokens": 2}],
+)
 def test_training_on_truncated_samples_has_a_key_of_its_own(setting):
-    refused({"run": "x", "rollout": setting}, "rollout.train_on_truncated")
+    (key,) = setting
+    refused({"run": "x", "rollout": setting}, f"rollout.{key}", "rollout.train_on_truncated")
     assert complete({"run": "x", "rollout": setting | {"train_on_truncated": True}})
 
 
@@ -123,6 +132,10 @@ def test_training_on_truncated_samples_has_a_key_of_its_own(setting):
             ["architecture.width is 32", "multiple"],
         ),
         ({"optimizer": {"warmup": 5, "horizon": 5}}, ["horizon is 5", "warmup = 5"]),
+        (
+            {"rollout": {"min_tokens": 17, "train_on_truncated": True}},
+            ["min_tokens is 17", "rollout.max_tokens = 16"],
+        ),
         ({"task": {"name": "table"}}, ["table", "train_file is None"]),
         ({"task": {"train_file": "a.jsonl"}}, ["addition", "a.jsonl"]),
     ],

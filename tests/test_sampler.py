@@ -1,5 +1,6 @@
 """Rollouts from end to end, on a model small enough to check every number."""
 
+import functools
 import logging
 import math
 import time
@@ -17,6 +18,8 @@ from rl.models.spec import LoraConfig, ModelConfig, ModelSpec
 from rl.models.transformer import init_lora, init_parameters
 from rl.rollout import engine as engine_module
 from rl.rollout import sampler
+from rl.rollout.attention import cpu, pallas
+from rl.rollout.attention.backends import InPlace
 from rl.rollout.attention.pool import page_bytes
 from rl.rollout.sampler import EngineConfig, generate
 from rl.rollout.sampling import SamplingConfig
@@ -214,6 +217,34 @@ def test_tokens_are_as_frequent_as_they_are_probable():
     freedom = len(wanted) - 1
     assert freedom > 50
     assert ((counts - wanted) ** 2 / wanted).sum() < freedom + 3.3 * math.sqrt(2 * freedom)
+
+
+def test_the_kernel_of_the_processor_gives_the_same(engines):
+    """Its values alone are tested elsewhere; here it decodes through the engine, with windows."""
+    if reason := cpu.why_not():
+        pytest.skip(reason)
+    for kind in ({}, KINDS[2], KINDS[4]):
+        spec = ModelSpec(ModelConfig(**vars(CONFIG) | kind))
+        budget = 12 * page_bytes(SPEC, 16)
+        groups = rollouts(spec=spec, backend="cpu", max_tokens=20, kv_cache_bytes=budget)
+        assert_scored(groups, spec=spec)
+        assert_same(groups, rollouts(spec=spec, max_tokens=20), spec=spec)
+    assert_every_page_is_free(engines)
+
+
+def test_pallas_gives_the_same(monkeypatch):
+    """The GPU's kernel, interpreted, with a pool layout of its own."""
+    attend = functools.partial(pallas.append_and_attend, platform="gpu", interpret=True)
+    backend = InPlace("pallas", attend, pallas)
+    monkeypatch.setattr(sampler, "choose_backend", lambda *arguments: backend)
+    config = ModelConfig(**vars(CONFIG) | {"head_dim": 16, "num_hidden_layers": 1})
+    parameters = {
+        name: values if name.endswith("scale") else values * 12
+        for name, values in init_parameters(config, seed=1).items()
+    }
+    options = {"spec": ModelSpec(config), "frozen": parameters, "group_size": 2}
+    groups = rollouts(PROMPTS[-2:], **options)
+    assert_scored(groups, PROMPTS[-2:], 1.0, ModelSpec(config), parameters)
 
 
 # A sample's tokens do not depend on how it ran

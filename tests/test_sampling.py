@@ -3,28 +3,17 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from rl.errors import MeshdialError
-from rl.rollout.sampling import SamplingConfig, sample_tokens, sample_uniforms
+from rl.rollout.sampling import SamplingConfig, draw_uniforms
+
+from .drawing import sample, softmax
 
 ALMOST_ONE = np.float32(1 - 2**-24)
-draw = jax.jit(sample_tokens)
-
-
-def sample(logits_BV, uniforms_B, **options):
-    config = SamplingConfig(max_tokens=1, **options)
-    arrays = jnp.asarray(logits_BV, jnp.float32), jnp.asarray(uniforms_B, jnp.float32)
-    return [np.asarray(result) for result in draw(*arrays, config.numbers)]
-
-
-def softmax(logits):
-    weights = np.exp(logits - np.max(logits, axis=-1, keepdims=True))
-    return weights / weights.sum(axis=-1, keepdims=True)
 
 
 def kept_by_sorting(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
@@ -234,13 +223,29 @@ def test_rows_are_truncated_on_their_own():
     assert set(tokens[1::2]) == {0}
 
 
+@pytest.mark.parametrize("options", [{"top_k": 9}, {"top_p": 0.8}, {"top_k": 30, "top_p": 0.7}])
+def test_a_row_is_truncated_alike_whatever_the_others_need(options):
+    """To the bit: the search goes on for others, and a row is done when it is done."""
+    rng = np.random.default_rng(3)
+    logits = rng.normal(size=(40, 500)).astype(np.float32)
+    uniforms = rng.random(40)
+    others = logits.copy()
+    others[1:] = np.round(others[1:])  # ties, which take the longest to tell apart
+    for one, other in zip(
+        sample(logits, uniforms, **options), sample(others, uniforms, **options), strict=True
+    ):
+        assert one[0] == other[0]
+
+
 # Random numbers
 
 
 def numbers_of(seed, iteration, prompts, samples, num_positions=1):
-    samples_PG = np.tile(np.asarray(samples)[None], (len(prompts), 1))
-    arrays = (np.asarray(prompts), samples_PG)
-    return np.asarray(sample_uniforms(seed, iteration, *arrays, num_positions=num_positions))
+    """[T, P, G] of every prompt's every sample's first positions."""
+    names_TPG = np.meshgrid(range(num_positions), prompts, samples, indexing="ij")
+    positions, prompts, samples = (name.ravel() for name in names_TPG)
+    numbers = draw_uniforms(seed, iteration, prompts, samples, positions)
+    return numbers.reshape(names_TPG[0].shape)
 
 
 def test_a_samples_numbers_depend_on_what_it_is_and_not_on_where_it_runs():
@@ -282,6 +287,9 @@ def test_what_counts_as_truncating():
     for name, value in cases.items():
         assert dataclasses.replace(config, **{name: value}).is_truncating
         assert not dataclasses.replace(config, temperature=0.0, **{name: value}).is_truncating
+    for name, value in {"forbidden_ids": (3,), "min_tokens": 1}.items():
+        assert dataclasses.replace(config, **{name: value}).is_truncating
+        assert dataclasses.replace(config, temperature=0.0, **{name: value}).is_truncating
 
 
 @pytest.mark.parametrize(
@@ -295,6 +303,11 @@ def test_what_counts_as_truncating():
         ("top_p", 1.5),
         ("min_p", -0.1),
         ("stop", ("\n", "")),
+        ("min_tokens", -1),
+        ("min_tokens", 5),
+        ("forbidden_ids", (3, -1)),
+        ("eos_ids", (-2,)),
+        ("time_limit_s", 0.0),
     ],
 )
 def test_senseless_sampling_is_refused_by_name(name, value):

@@ -10,15 +10,15 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from rl.errors import MeshdialError
-from rl.rollout.truncation import add_up, align, is_truncating, keep_from, least_weight
+from rl.rollout.truncation import add_up, align, keep_from, least_weight
 from rl.sharding import constrain
 
 NUM_BLOCKS = 64  # of the two-level search; a vocabulary that does not divide is padded
@@ -26,13 +26,21 @@ NUM_UNIFORMS = 512  # of one call: a program for each number of rows would compi
 ALWAYS = 2**31 - 1  # more tokens than any completion has
 
 
-class SamplingNumbers(NamedTuple):
-    """What the compiled sampler reads of a SamplingConfig: numbers, so a sweep compiles once."""
+Kind = Literal["greedy", "whole", "truncated"]
+"""Ways to draw a token: the likeliest, from all, from what truncation left."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SamplingNumbers:
+    """What the compiled sampler reads of a SamplingConfig: numbers, so that a sweep compiles once,
+    and the way to draw, so that no program has to have all three."""
 
     temperature: float | jax.Array
     top_k: int | jax.Array
     top_p: float | jax.Array
     min_p: float | jax.Array
+    kind: Kind = field(metadata={"static": True})
 
 
 class Banned(NamedTuple):
@@ -98,11 +106,15 @@ class SamplingConfig:
                 raise MeshdialError(f"sampling: {name} is {found!r}, expected {expected}")
 
     @property
+    def kind(self) -> Kind:
+        has_threshold = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        return "greedy" if self.temperature == 0 else "truncated" if has_threshold else "whole"
+
+    @property
     def is_truncating(self) -> bool:
         """Whether tokens are sampled from less than the whole distribution."""
-        has_threshold = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
         has_bans = self.min_tokens > 0 or bool(self.forbidden_ids)
-        return has_bans or (self.temperature > 0 and has_threshold)
+        return has_bans or self.kind == "truncated"
 
     @property
     def numbers(self) -> SamplingNumbers:
@@ -111,6 +123,7 @@ class SamplingConfig:
             np.int32(min(self.top_k, 2**31 - 1)),
             np.float32(self.top_p),
             np.float32(self.min_p),
+            self.kind,
         )
 
     def ends(self, tokenizer_ids: Sequence[int]) -> tuple[int, ...]:
@@ -149,7 +162,7 @@ def check_ids(sampling: SamplingConfig, ends: Sequence[int], vocab_size: int) ->
 def sample_tokens(
     logits_BV: jax.Array,
     uniforms_B: jax.Array,
-    sampling: SamplingConfig | SamplingNumbers,
+    sampling: SamplingNumbers,
     banned: Banned | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(tokens_B, logprobs_B, sampling_logprobs_B), each token decided by a uniform in [0, 1).
@@ -162,41 +175,38 @@ def sample_tokens(
     """
     logits_BV = logits_BV.astype(jnp.float32)
     allowed_BV = logits_BV if banned is None else _without(logits_BV, banned)
-    is_greedy = jnp.asarray(sampling.temperature == 0)
-    temperature = jnp.where(is_greedy, 1.0, sampling.temperature)
-    blocks_BNM = _blocks(allowed_BV)
+    temperature = 1.0 if sampling.kind == "greedy" else sampling.temperature
     peak_B = jnp.max(allowed_BV, axis=-1)
 
     def weigh(logits):
         """Probabilities relative to the most probable token's, which is exactly 1."""
         return jnp.exp((logits - align(peak_B, logits)) / temperature)
 
-    def greedy():
-        block_B = jnp.argmax(jnp.max(blocks_BNM, axis=-1), axis=-1)
-        offset_B = jnp.argmax(_take(blocks_BNM, block_B), axis=-1)
-        total_B = add_up(weigh(blocks_BNM))
-        return block_B * blocks_BNM.shape[2] + offset_B, total_B, total_B
-
-    def whole():
-        tokens_B, total_B = _inverse_cdf(blocks_BNM, weigh, uniforms_B)
-        return tokens_B, total_B, total_B
-
-    def truncated():
-        # The barrier: a weight is computed once, so that it is the same wherever it is compared.
-        weights_BNM = jax.lax.optimization_barrier(weigh(blocks_BNM))
-        least_B = least_weight(weights_BNM, sampling)
-        tokens_B, kept_B = _inverse_cdf(weights_BNM, keep_from(least_B), uniforms_B)
-        return tokens_B, add_up(weights_BNM), kept_B
-
-    kind = jnp.where(is_greedy, 0, jnp.where(is_truncating(sampling), 2, 1))
-    tokens_B, total_B, kept_B = jax.lax.switch(kind, [greedy, whole, truncated])
+    tokens_B, total_B, kept_B = _draw(_blocks(allowed_BV), weigh, uniforms_B, sampling)
     log_weights_B = (_take(logits_BV, tokens_B) - peak_B) / temperature
-    sampling_logprobs_B = log_weights_B - jnp.log(kept_B)
     log_total_B = jnp.log(total_B)
     if banned is not None:
         log_banned_B = _log_banned(logits_BV, banned, peak_B, temperature)
         log_total_B = jnp.logaddexp(log_total_B, log_banned_B)
-    return tokens_B, log_weights_B - log_total_B, sampling_logprobs_B
+    return tokens_B, log_weights_B - log_total_B, log_weights_B - jnp.log(kept_B)
+
+
+def _draw(blocks_BNM, weigh, uniforms_B, sampling) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(tokens_B, total_B, kept_B): the sums of all weights, and of those that truncation left."""
+
+    if sampling.kind == "greedy":
+        block_B = jnp.argmax(jnp.max(blocks_BNM, axis=-1), axis=-1)
+        offset_B = jnp.argmax(_take(blocks_BNM, block_B), axis=-1)
+        total_B = add_up(weigh(blocks_BNM))
+        return block_B * blocks_BNM.shape[2] + offset_B, total_B, total_B
+    if sampling.kind == "whole":
+        tokens_B, total_B = _inverse_cdf(blocks_BNM, weigh, uniforms_B)
+        return tokens_B, total_B, total_B
+    # The barrier: a weight is computed once, so that it is the same wherever it is compared.
+    weights_BNM = jax.lax.optimization_barrier(weigh(blocks_BNM))
+    least_B = least_weight(weights_BNM, sampling)
+    tokens_B, kept_B = _inverse_cdf(weights_BNM, keep_from(least_B), uniforms_B)
+    return tokens_B, add_up(weights_BNM), kept_B
 
 
 def uniforms_at(

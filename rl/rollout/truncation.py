@@ -12,11 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 
-def is_truncating(sampling) -> bool | jax.Array:
-    """Whether any of the three is on; `sampling` has top_k, top_p and min_p, arrays or not."""
-    return (sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)
-
-
 def keep_from(least_B: jax.Array) -> Callable[[jax.Array], jax.Array]:
     """A function that keeps the weights of at least `least_B`, and puts zero for the others."""
     return lambda weights: jnp.where(weights >= align(least_B, weights), weights, 0.0)

@@ -1,12 +1,15 @@
 """Completions of some prompts by one policy version, as a table."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import pyarrow as pa
 
 from rl.artifacts import group_id, make_table, sample_id
 from rl.context import Context
 from rl.models.tokenizer import Tokenizer
 from rl.rollout.completion import Completion
-from rl.rollout.sampler import generate
+from rl.rollout.sampler import EngineConfig, generate
 from rl.rollout.sampling import SamplingConfig
 from rl.stages.request import Request
 from rl.stages.tokens import encode_prompts
@@ -39,7 +42,7 @@ def sample_completions(
             sample_keys,
             group_size,
             sampling,
-            job.cost["max_rows"],
+            _engine(job.cost),
             progress=context.occasionally(job.stage),
             check_alive=context.check_alive,
             figures=figures,
@@ -48,6 +51,26 @@ def sample_completions(
     seed, iteration, _ = sample_keys
     ids = [group_id(seed, iteration, name) for name in prompts["prompt_id"].to_pylist()]
     return completion_table(prompts, texts, tokens, groups, ids, policy.version)
+
+
+def ending(config: Mapping, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The part of a SamplingConfig that says where completions end, and what is never drawn."""
+    return {
+        "max_tokens": config["rollout.max_tokens"],
+        "min_tokens": config["rollout.min_tokens"],
+        "stop": tuple(config["rollout.stop"]),
+        "eos_ids": tuple(sorted({*tokenizer.eos_ids, *config["rollout.stop_token_ids"]})),
+        "forbidden_ids": tuple(config["rollout.forbidden_tokens"]),
+    }
+
+
+def _engine(cost: Mapping) -> EngineConfig:
+    limit = cost["kv_cache_mb"]
+    return EngineConfig(
+        max_rows=cost["max_rows"],
+        page_size=cost["page_size"],
+        kv_cache_bytes=None if limit is None else limit * 2**20,
+    )
 
 
 def completion_table(

@@ -8,9 +8,10 @@ from rl import group
 from rl.artifacts import Publisher, read_table, write_table
 from rl.context import Context
 from rl.memory import memory_of
+from rl.models.tokenizer import Tokenizer
 from rl.rewards import scorer_hash
 from rl.rollout.sampling import SamplingConfig
-from rl.stages.completions import sample_completions
+from rl.stages.completions import ending, sample_completions
 from rl.stages.experience import score_rollouts
 from rl.stages.request import Request
 from rl.sync import rollout_policy, tokenizer_of
@@ -26,7 +27,7 @@ def evaluate_policy(job: Request, context: Context) -> str:
     prompts = read_table(job.input("prompts"), "prompts")
     prompts = prompts.slice(0, config["evaluation.max_prompts"])
     keys = (SEED, job.iteration, list(range(prompts.num_rows)))
-    sampling = _sampling(config)
+    sampling = evaluation_sampling(config, tokenizer)
     table = sample_completions(job, context, policy, tokenizer, prompts, keys, 1, sampling)
     table = _scored(table, config, context)
     write_table(
@@ -44,16 +45,11 @@ def evaluate_policy(job: Request, context: Context) -> str:
     return f"held-out accuracy {correct / table.num_rows:.3f} ({correct} of {table.num_rows})"
 
 
-def _sampling(config: Mapping) -> SamplingConfig:
-    """Evaluation has a temperature of its own, and never truncates."""
-    return SamplingConfig(
-        max_tokens=config["rollout.max_tokens"],
-        temperature=float(config["evaluation.temperature"]),
-        top_k=0,
-        top_p=1.0,
-        min_p=0.0,
-        stop=tuple(config["rollout.stop"]),
-    )
+def evaluation_sampling(config: Mapping, tokenizer: Tokenizer) -> SamplingConfig:
+    """Evaluation has a temperature of its own. Completions end as the run's do, but for its time
+    limit, and top-k, top-p and min-p are off."""
+    temperature = float(config["evaluation.temperature"])
+    return SamplingConfig(temperature=temperature, **ending(config, tokenizer))
 
 
 def _scored(table: pa.Table, config: Mapping, context: Context) -> pa.Table:

@@ -13,10 +13,11 @@ from rl.artifacts import (
 from rl.context import Context
 from rl.errors import MeshdialError
 from rl.memory import memory_of
+from rl.models.tokenizer import Tokenizer
 from rl.rewards import score, scorer_hash
 from rl.rollout.sampling import SamplingConfig
 from rl.schedule import behaviour_version
-from rl.stages.completions import sample_completions
+from rl.stages.completions import ending, sample_completions
 from rl.stages.request import Request, told_bytes
 from rl.sync import rollout_policy, tokenizer_of
 from rl.tasks import iteration_window, make_prompts
@@ -52,7 +53,7 @@ def generate_rollouts(job: Request, context: Context) -> str:
         window,
         (config["seed"], job.iteration, rows),
         config["rollout.group_size"],
-        rollout_sampling(config),
+        rollout_sampling(config, tokenizer),
     )
     provenance = job.provenance(
         tokenizer=tokenizer.content_hash,
@@ -71,15 +72,15 @@ def generate_rollouts(job: Request, context: Context) -> str:
     )
 
 
-def rollout_sampling(config: Mapping) -> SamplingConfig:
+def rollout_sampling(config: Mapping, tokenizer: Tokenizer) -> SamplingConfig:
     """How the run samples."""
     return SamplingConfig(
-        max_tokens=config["rollout.max_tokens"],
         temperature=float(config["rollout.temperature"]),
         top_k=config["rollout.top_k"],
         top_p=config["rollout.top_p"],
         min_p=config["rollout.min_p"],
-        stop=tuple(config["rollout.stop"]),
+        time_limit_s=config["rollout.time_limit_s"],
+        **ending(config, tokenizer),
     )
 
 

@@ -23,7 +23,7 @@ class Request:
     config: Mapping[str, Any]
     inputs: Mapping[str, Path]
     outputs: Mapping[str, Path]
-    cost: Mapping[str, int | float]
+    cost: Mapping[str, int | float | None]
     iteration: int = 0
     last: int = 0
     run: str = ""

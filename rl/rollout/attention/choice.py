@@ -7,7 +7,7 @@ from rl.errors import MeshdialError
 from rl.models.spec import ModelSpec
 from rl.rollout.attention import cpu, pallas
 from rl.rollout.attention.backends import Backend, Gathering, InPlace
-from rl.sharding import current, num_row_shards
+from rl.sharding import current
 
 Name = Literal["auto", "xla", "cpu", "pallas"]
 
@@ -44,8 +44,6 @@ _BACKENDS = {
 
 def _why_not(name: Name, spec: ModelSpec, page_size: int, platform: str, progress) -> str | None:
     if name == "pallas":
-        if num_row_shards() > 1:
-            return "it attends for one replica of the model, and this mesh has several"
         return pallas.supports(spec, page_size, platform)
     if platform != "cpu" or current().size > 1:
         return f"it attends on one CPU device, and the mesh has {current().size} {platform} devices"

@@ -47,8 +47,10 @@ def supports(spec: ModelSpec, page_size: int, platform: str) -> str | None:
     windows = [kind.window for kind in kinds if kind.window is not None]
     if windows:
         return f"{name} has no sliding window, and the model has one of {windows[0]} tokens"
-    lacks = _gpu_lacks if platform == "gpu" else _tpu_lacks
-    reason = lacks(spec, page_size) or _too_large(spec, page_size, platform)
+    most = _BLOCK_BYTES[platform] // (spec.config.head_dim * jnp.dtype(spec.dtype).itemsize)
+    reason = (_gpu_lacks if platform == "gpu" else _tpu_lacks)(spec, page_size)
+    if reason is None and page_size > most:
+        reason = f"wants a page_size of {most} at most, and it is {page_size}"
     return reason and f"{name} {reason}"
 
 
@@ -69,13 +71,6 @@ def _tpu_lacks(spec: ModelSpec, page_size: int) -> str | None:
     if page_size % 16:
         return f"wants a multiple of 16 as page_size, and it is {page_size}"
     return None
-
-
-def _too_large(spec: ModelSpec, page_size: int, platform: str) -> str | None:
-    most = _BLOCK_BYTES[platform] // (spec.config.head_dim * jnp.dtype(spec.dtype).itemsize)
-    return (
-        f"wants a page_size of {most} at most, and it is {page_size}" if page_size > most else None
-    )
 
 
 # The pool
