@@ -7,6 +7,7 @@ the same tokens shares them.
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 TRASH = 0
 """The page that nobody holds: what is written to it is never read."""
@@ -85,3 +86,36 @@ class Pages:
 def num_pages_for(num_tokens: int, page_size: int) -> int:
     """How many pages hold so many tokens."""
     return -(-num_tokens // page_size)
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What one replica is asked to sample: the lengths are the longest, in tokens."""
+
+    prompt_length: int
+    max_tokens: int
+    num_prompts: int
+    group_size: int
+    max_rows: int
+
+    @property
+    def num_rows(self) -> int:
+        """Samples that run at once."""
+        return min(self.max_rows, self.num_prompts * self.group_size)
+
+    @property
+    def num_open_prompts(self) -> int:
+        """Prompts whose samples run at once: twice what would be, if groups ended together."""
+        return min(self.num_prompts, 2 * -(-self.num_rows // self.group_size))
+
+    def num_pages(self, page_size: int) -> int:
+        """Pages, TRASH too, that let every row run: those of prompts and of each sample's own
+        tokens, and some to spare for what is admitted."""
+        of_prompt = num_pages_for(self.prompt_length, page_size) + 1
+        of_sample = num_pages_for(self.max_tokens + page_size, page_size)
+        num_rows = self.num_rows
+        return self.num_open_prompts * of_prompt + num_rows * of_sample + num_rows // 2 + 1
+
+    def least_pages(self, page_size: int) -> int:
+        """Pages, TRASH and a prompt's last page too, that let a single row run."""
+        return num_pages_for(self.prompt_length + self.max_tokens, page_size) + 2

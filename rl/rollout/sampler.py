@@ -23,7 +23,7 @@ from rl.rollout.attention.pool import page_bytes
 from rl.rollout.completion import Completion, Row, Tokenizer
 from rl.rollout.decode import MAX_STEPS
 from rl.rollout.engine import Engine
-from rl.rollout.pages import Pages, num_pages_for
+from rl.rollout.pages import Demand, Pages, num_pages_for
 from rl.rollout.sampling import SamplingConfig, check_ids
 from rl.rollout.scheduler import Prompt, Sample, Scheduler
 from rl.rollout.shapes import padded_length
@@ -87,8 +87,15 @@ def generate(
         ]
         for p, number in enumerate(sample_keys[2])
     ]
-    longest = padded_length(max(map(len, prompts))) + sampling.max_tokens
-    num_pages = _num_pages(spec, engine, longest, len(prompts), group_size)
+    demand = Demand(
+        padded_length(max(map(len, prompts))),
+        sampling.max_tokens,
+        -(-len(prompts) // num_row_shards()),
+        group_size,
+        engine.max_rows,
+    )
+    longest = demand.prompt_length + demand.max_tokens
+    num_pages = _num_pages(spec, engine, demand)
     schedulers = _deal(prompts, sample_keys[2], rows, engine, num_pages)
     running = Engine(
         spec,
@@ -130,20 +137,17 @@ def _deal(prompts, numbers, rows, engine: EngineConfig, num_pages: int) -> list[
     return schedulers
 
 
-def _num_pages(
-    spec: ModelSpec, engine: EngineConfig, longest: int, num_prompts: int, group_size: int
-) -> int:
-    """Pages of each replica: what its samples can use at most, as far as the budget reaches."""
+def _num_pages(spec: ModelSpec, engine: EngineConfig, demand: Demand) -> int:
+    """Pages of each replica: what its samples can use, as far as the budget reaches."""
     bytes_of_page = page_bytes(spec, engine.page_size)
-    of_sample = num_pages_for(longest, engine.page_size) + 1  # and a prompt's last page
-    num_samples = -(-num_prompts // num_row_shards()) * group_size
-    wanted = min(engine.max_rows, num_samples) * (of_sample + 1) + 1
     budget = engine.kv_cache_bytes or _default_budget()
-    num_pages = min(wanted, budget // bytes_of_page)
-    if num_pages < of_sample + 1:
+    least = demand.least_pages(engine.page_size)
+    num_pages = min(max(demand.num_pages(engine.page_size), least), budget // bytes_of_page)
+    if num_pages < least:
+        length = demand.prompt_length + demand.max_tokens
         raise MeshdialError(
-            f"rollout.kv_cache_mb allows {budget / 2**20:.1f} MiB for the KV cache, and one sample "
-            f"of {longest} tokens needs {(of_sample + 1) * bytes_of_page / 2**20:.1f}"
+            f"rollout.kv_cache_mb allows {budget / 2**20:.4g} MiB for the KV cache, and one sample "
+            f"of {length} tokens needs {least * bytes_of_page / 2**20:.4g}"
         )
     return num_pages
 
