@@ -331,7 +331,7 @@ def test_what_prompts_begin_with_is_computed_once():
     prompts = [preamble + tail for tail in ([3], [8, 4], [6, 2, 6], [4, 3], [4])]
     figures = {}
     groups = rollouts(prompts, figures=figures)
-    own = [len(prompt) - 1 - 16 for prompt in prompts]
+    own = [len(prompt) - 16 for prompt in prompts]
     assert figures["prefill_tokens"] == 16 + sum(own)
     assert_scored(groups, prompts)
 
@@ -343,7 +343,7 @@ def test_a_long_prompt_is_prefilled_in_chunks_and_dispatches(monkeypatch):
     figures = {}
     spec = ModelSpec(config)
     groups = rollouts([prompt], group_size=2, spec=spec, figures=figures, max_tokens=4)
-    assert figures["prefill_tokens"] == 699
+    assert figures["prefill_tokens"] == 700
     assert_scored(groups, [prompt], spec=spec)
 
 
@@ -400,7 +400,7 @@ def test_no_step_is_taken_after_the_last_row_has_ended():
     groups = rollouts(**options, steps_per_dispatch=1, figures=figures)
     longest = max(len(completion.tokens) for group in groups for completion in group)
     assert 1 < longest < 9
-    assert figures["decode_steps"] == longest
+    assert figures["decode_steps"] == longest - 1
     assert figures["num_tokens"] == sum(len(c.tokens) for group in groups for c in group)
     assert figures["seconds"] > 0
 
@@ -410,7 +410,7 @@ def test_end_of_text_ends_the_steps_on_the_device():
     ends = Letters(eos_ids=tuple(range(20)))
     groups = rollouts(tokenizer=ends, steps_per_dispatch=8, figures=figures)
     longest = max(len(completion.tokens) for group in groups for completion in group)
-    assert 1 < longest < 8 and figures["decode_steps"] == longest
+    assert 1 < longest < 9 and figures["decode_steps"] == longest - 1
 
 
 def test_forbidden_ids_are_not_drawn_and_no_end_comes_too_early():
@@ -433,7 +433,7 @@ def test_a_sample_ends_when_its_time_is_over(monkeypatch):
     groups = rollouts(**options)
     completions = [completion for group in groups for completion in group]
     assert {completion.finish_reason for completion in completions} == {"timeout"}
-    assert {len(completion.tokens) for completion in completions} <= {2, 3, 4}
+    assert all(1 < len(completion.tokens) < 9 for completion in completions)
     assert_scored(groups)
 
 
@@ -453,7 +453,7 @@ def test_a_prompt_that_does_not_fit_is_named(prompts, message):
 
 
 def test_a_cache_that_is_too_small_for_one_sample_is_refused():
-    message = r"rollout.kv_cache_mb allows 0.0 MiB .*, and one sample of 57 tokens needs 0.0"
+    message = r"rollout.kv_cache_mb allows 0.01562 MiB .*, and one sample of 57 tokens needs 0.0234"
     with pytest.raises(MeshdialError, match=message):
         rollouts(kv_cache_bytes=4 * page_bytes(SPEC, 16))
 
@@ -530,5 +530,7 @@ def test_a_call_compiles_few_programs_whatever_the_number_of_prompts(caplog):
     prompts = [[token] * 5 for token in range(9)]
     with jax.log_compiles(), caplog.at_level(logging.WARNING):
         rollouts(prompts, group_size=2, max_rows=6)
+    # Drawing a first token and random numbers know nothing of prompts' lengths and groups.
+    others = {"jit(draw_first)", "jit(_draw_part)"}
     names = ["jit(copy_pages)", "jit(decode)", "jit(empty_pools)", "jit(prefill)"]
-    assert [name for name in compiled(caplog) if name != "jit(_draw_part)"] == names
+    assert [name for name in compiled(caplog) if name not in others] == names

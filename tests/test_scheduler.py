@@ -73,9 +73,15 @@ class Simulation:
             for offset, token in enumerate(chunk.tokens):
                 self.put(chunk.pages, chunk.position + offset, token)
             assert self.read(chunk.pages, chunk.position) == self.prefix(chunk)
+            if chunk.prompt:
+                chunk.prompt.hidden_D = True
         for source, target in admitted.copies:
             for slot in range(self.pages.page_size):
                 self.held[target, slot] = self.held.get((source, slot))
+        for sample in admitted.samples:
+            assert self.read(sample.pages, len(sample.prompt.tokens)) == list(sample.prompt.tokens)
+            sample.row.extend(1)
+        self.scheduler.retire()
         for sample in self.scheduler.running:
             self.decode(sample)
         for sample in self.scheduler.retire():
@@ -141,9 +147,9 @@ def test_every_sample_ends_and_every_page_is_free_after(simulation, stop_after):
 
 
 def test_a_group_computes_its_prompt_once_and_copies_its_last_page():
-    simulation = Simulation([[5, 6, 7, 8, 9, 10]], [[3, 3, 3]], 30, 4, 8, 2)
+    simulation = Simulation([[5, 6, 7, 8, 9, 10]], [[5, 5, 5]], 30, 4, 8, 2)
     simulation.advance()
-    assert simulation.computed == [(0, (5, 6, 7, 8, 9))]  # all but the token that decodes next
+    assert simulation.computed == [(0, (5, 6, 7, 8, 9, 10))]
     first, second, third = (sample.pages for sample in simulation.samples)
     assert first[0] == second[0] == third[0]
     assert len({first[1], second[1], third[1]}) == 3
@@ -152,16 +158,16 @@ def test_a_group_computes_its_prompt_once_and_copies_its_last_page():
 
 def test_prompts_share_the_full_pages_that_they_begin_with():
     prompts = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 7, 8]]
-    simulation = Simulation(prompts, [[2], [2]], 30, 4, 8, 1)
+    simulation = Simulation(prompts, [[3], [3]], 30, 4, 8, 1)
     simulation.advance()
-    assert simulation.computed == [(0, (1, 2, 3, 4, 5)), (4, (7,))]
+    assert simulation.computed == [(0, (1, 2, 3, 4, 5, 6)), (4, (7, 8))]
     one, other = (sample.pages for sample in simulation.samples)
     assert one[0] == other[0] and one[1] != other[1]
 
 
 def test_pages_run_out_and_the_youngest_waits_with_the_tokens_it_has():
     simulation = Simulation([[1], [2]], [[12], [12]], 5, 4, 8, 1)
-    for _ in range(8):  # two pages each
+    for _ in range(7):  # two pages each
         simulation.advance()
     old, young = simulation.samples
     assert [len(sample.row.tokens) for sample in (old, young)] == [8, 8]

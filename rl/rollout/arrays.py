@@ -14,7 +14,7 @@ from rl.rollout.decode import MAX_STEPS, Chunks, Rows
 from rl.rollout.pages import TRASH, num_pages_for
 from rl.rollout.sampling import draw_uniforms
 from rl.rollout.scheduler import Chunk, Sample
-from rl.rollout.shapes import chunk_length, max_chunks, power_of_two
+from rl.rollout.shapes import chunk_length, max_chunks, num_first_rows_for, power_of_two
 
 MAX_MEMBERS = 8
 """Most rows of a prompt that attend to its pages in one product."""
@@ -31,8 +31,8 @@ class Assembler:
 
     # Prefill
 
-    def chunks(self, runs: list[list[Chunk]]) -> Iterator[Chunks]:
-        """The runs of tokens, in order, cut into chunks and dispatches."""
+    def chunks(self, runs: list[list[Chunk]]) -> Iterator[tuple[list[list[Chunk]], Chunks]]:
+        """The runs of tokens, in order, cut into chunks; of each dispatch the lists and arrays."""
         length = chunk_length([len(run.tokens) for replica in runs for run in replica])
         pieces = [[piece for run in replica for piece in _cut(run, length)] for replica in runs]
         num_pages = max((len(piece.pages) for replica in pieces for piece in replica), default=1)
@@ -41,7 +41,8 @@ class Assembler:
         for start in range(0, max(map(len, pieces)), size):
             parts = [replica[start : start + size] for replica in pieces]
             num_chunks = power_of_two(max(map(len, parts)), 4)
-            yield _stacked([self._chunks(part, num_chunks, length, num_pages) for part in parts])
+            arrays = [self._chunks(part, num_chunks, length, num_pages) for part in parts]
+            yield parts, _stacked(arrays)
 
     def _chunks(self, pieces: list[Chunk], num_chunks: int, length: int, num_pages: int) -> Chunks:
         tokens_RT = np.full((num_chunks, length), self.pad_id, np.int32)
@@ -52,6 +53,30 @@ class Assembler:
             lengths_R[row], position_R[row] = len(piece.tokens), piece.position
             table_RN[row, : len(piece.pages)] = piece.pages
         return Chunks(tokens_RT, lengths_R, position_R, table_RN)
+
+    def keep_hidden(self, pieces: list[list[Chunk]], hidden_RD: jax.Array) -> None:
+        """Give prompts that end in a dispatch the hidden state of their last token."""
+        places = [
+            (shard, row, piece.prompt)
+            for shard, replica in enumerate(pieces)
+            for row, piece in enumerate(replica)
+            if piece.prompt is not None
+        ]
+        if places:
+            hidden = np.asarray(hidden_RD).reshape(len(pieces), -1, hidden_RD.shape[-1])
+            for shard, row, prompt in places:
+                prompt.hidden_D = hidden[shard, row]
+
+    def first_tokens(
+        self, names: tuple[int, int], samples: list[Sample]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(hidden_BD, uniforms_B) of samples that have no token yet."""
+        num_rows = num_first_rows_for(len(samples))
+        hidden = np.stack([sample.prompt.hidden_D for sample in samples])
+        numbers = [[sample.prompt.number, sample.index, 0] for sample in samples]
+        uniforms = draw_uniforms(*names, *np.array(numbers, np.uint32).T)
+        unused = num_rows - len(samples)
+        return np.pad(hidden, ((0, unused), (0, 0))), np.pad(uniforms, (0, unused))
 
     def copies(
         self, copies: list[list[tuple[int, int]]]
@@ -148,7 +173,9 @@ class Assembler:
 
 def _cut(run: Chunk, length: int) -> Iterator[Chunk]:
     for start in range(0, len(run.tokens), length):
-        yield Chunk(run.tokens[start : start + length], run.position + start, run.pages)
+        tokens = run.tokens[start : start + length]
+        prompt = run.prompt if start + length >= len(run.tokens) else None
+        yield Chunk(tokens, run.position + start, run.pages, prompt)
 
 
 def _units(samples: list[Sample], num_members: int) -> list[list[int]]:

@@ -76,23 +76,44 @@ def prefill(
     frozen: Parameters,
     pools: list[LayerPool],
     chunks: Chunks,
-) -> list[LayerPool]:
-    """Put keys and values of the chunks' tokens into their pages.
+) -> tuple[list[LayerPool], jax.Array]:
+    """Put keys and values of the chunks' tokens into their pages; also returns hidden_RD, the
+    normalised last hidden state of each chunk's last token.
 
     In each layer all chunks write before any reads, so that one may continue another.
     """
 
     def compute(of_shard):
         pools, chunks = of_shard
-        T = chunks.tokens_RT.shape[1]
+        R, T = chunks.tokens_RT.shape
         positions_RT = chunks.position_R[:, None] + jnp.arange(T)[None, :]
         model = network(spec, trainable, frozen)
         attend = _attend_chunks(backend, chunks, positions_RT)
         tokens_N, positions_N = chunks.tokens_RT.reshape(-1), positions_RT.reshape(-1)
-        return model.hidden(tokens_N, positions_N, attend, pools)[1]
+        hidden_ND, pools = model.hidden(tokens_N, positions_N, attend, pools)
+        last_N = jnp.arange(R) * T + jnp.maximum(chunks.lengths_R - 1, 0)
+        return pools, hidden_ND[last_N]
 
     trainable, frozen = gathered(trainable), gathered(frozen)
-    return _laid_out(backend, by_row_shard(compute, (pools, _spread(chunks))))
+    pools, hidden_RD = by_row_shard(compute, (pools, _spread(chunks)))
+    return _laid_out(backend, pools), constrain(hidden_RD)
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def draw_first(
+    spec: ModelSpec,
+    trainable: Parameters,
+    frozen: Parameters,
+    hidden_BD: jax.Array,
+    uniforms_B: jax.Array,
+    sampling: SamplingNumbers,
+    bans: Bans | None,
+) -> Draws:
+    """The first token of completions, from the hidden states of their prompts' last tokens."""
+    logits_BV = network(spec, trainable, frozen).logits(constrain(hidden_BD, "rows"))
+    banned = None if bans is None else bans.at(jnp.zeros(len(uniforms_B), jnp.int32))
+    draws = sample_tokens(constrain(logits_BV, "rows"), uniforms_B, sampling, banned)
+    return Draws(*map(constrain, draws))
 
 
 @functools.partial(jax.jit, static_argnames="backend", donate_argnames="pools")

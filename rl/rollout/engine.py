@@ -25,6 +25,7 @@ from rl.rollout.decode import (
     Draws,
     copy_pages,
     decode,
+    draw_first,
     empty_pools,
     prefill,
 )
@@ -89,8 +90,9 @@ class Engine:
             while any(scheduler.has_work for scheduler in self.schedulers):
                 self.check_alive()
                 self._schedule()
-                self._decode()
-                self._retire()
+                if self._running:
+                    self._decode()
+                    self._retire()
         finally:
             self.pools = None
             for scheduler in self.schedulers:
@@ -103,16 +105,28 @@ class Engine:
         for scheduler in self.schedulers:
             scheduler.reserve(steps)
         admitted = [scheduler.admit(steps) for scheduler in self.schedulers]
-        for chunks in self.assembler.chunks([one.chunks for one in admitted]):
+        for pieces, chunks in self.assembler.chunks([one.chunks for one in admitted]):
             self.counts.prefill_tokens += int(chunks.lengths_R.sum())
-            self.pools = prefill(*self._model, self.pools, chunks)
+            self.pools, hidden_RD = prefill(*self._model, self.pools, chunks)
+            self.assembler.keep_hidden(pieces, hidden_RD)
         for sources, targets in self.assembler.copies([one.copies for one in admitted]):
             self.pools = copy_pages(self.backend, self.pools, sources, targets)
-        started = time.monotonic()
-        for sample in self._running:
-            sample.since = sample.since or started
+        self._begin([sample for one in admitted for sample in one.samples])
         self.num_steps = steps
-        self._choose_num_rows()
+
+    def _begin(self, samples: list[Sample]) -> None:
+        """Draw the first token of newly admitted samples."""
+        if not samples:
+            return
+        hidden_BD, uniforms_B = self.assembler.first_tokens(self.names, samples)
+        model = (self.spec, self.trainable, self.frozen)
+        drawing = (self.sampling.numbers, self.bans)
+        draws = jax.device_get(draw_first(*model, hidden_BD, uniforms_B, *drawing))
+        started = time.monotonic()
+        for row, sample in enumerate(samples):
+            sample.since = started
+            sample.row.extend(*([values[row].item()] for values in draws))
+        self._retire()
 
     def _choose_num_rows(self) -> None:
         """Fewer rows than before only where that may still pay for compiling them."""
@@ -122,6 +136,7 @@ class Engine:
             self.num_rows = wanted
 
     def _decode(self) -> None:
+        self._choose_num_rows()
         running = [scheduler.running for scheduler in self.schedulers]
         steps = min(self.num_steps, max(sample.num_left for sample in self._running))
         self.pools, draws, taken = decode(

@@ -109,7 +109,7 @@ def generate(
         choose_backend(engine.backend, spec, engine.page_size, progress),
         Assembler(
             engine.page_size,
-            num_pages_for(longest + MAX_STEPS, engine.page_size),
+            num_pages_for(padded_length(longest + MAX_STEPS), engine.page_size),
             tokenizer.pad_id,
             group_size,
         ),

@@ -3,15 +3,17 @@
 1. `reserve` finds pages for what every running sample appends next; when there are none left, the
    youngest goes back to wait, with the tokens it has.
 2. `admit` fills free slots from the front of the queue as far as pages reach, and says what must be
-   computed for that: the missing pages of prompts, and copies of a prompt's last page.
+   computed for that: the missing pages of prompts, copies of a prompt's last page, first tokens.
 3. After the tokens of a dispatch, `retire` lets finished samples go.
 
-The last known token of a sample is never in the cache: it is what decodes next.
+Cached are a prompt and all tokens of a sample but the last, which decodes next.
 """
 
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from rl.rollout.completion import Row
 from rl.rollout.pages import Pages, num_pages_for
@@ -26,11 +28,7 @@ class Prompt:
     num_to_come: int
     full_pages: list[int] | None = None
     last_page: int | None = None  # its tokens after the last full page; each sample has a copy
-
-    @property
-    def num_cached(self) -> int:
-        """Tokens that all samples share."""
-        return len(self.tokens) - 1
+    hidden_D: np.ndarray | None = None  # of its last token, from which first tokens are drawn
 
 
 @dataclass(eq=False)
@@ -50,8 +48,8 @@ class Sample:
 
     @property
     def position(self) -> int:
-        """Of the last token there is, which decodes next; so many are in the cache."""
-        return len(self.prompt.tokens) + len(self.row.tokens) - 1
+        """Of the token that decodes next, and how many are in the cache."""
+        return len(self.prompt.tokens) + max(len(self.row.tokens) - 1, 0)
 
     @property
     def num_left(self) -> int:
@@ -65,14 +63,17 @@ class Chunk:
     tokens: Sequence[int]
     position: int  # of the first
     pages: Sequence[int]
+    prompt: Prompt | None = None  # which ends with this chunk's last token
 
 
 @dataclass
 class Admitted:
-    """What newly admitted samples need before they decode: the chunks in order, then the copies."""
+    """What newly admitted samples need before they decode: the chunks in order, then the copies,
+    then a first token for the samples that have none."""
 
     chunks: list[Chunk] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)  # from page, to page
+    samples: list[Sample] = field(default_factory=list)
 
 
 class Scheduler:
@@ -113,7 +114,10 @@ class Scheduler:
                     break
                 self._drop_kept()
                 assert self._fits(self.waiting[0], num_steps), "the pool holds no single sample"
-            self._start(self.waiting.popleft(), num_steps, admitted)
+            sample = self.waiting.popleft()
+            start = self._resume if sample.row.tokens else self._begin
+            start(sample, num_steps, admitted)
+            self.running.append(sample)
         return admitted
 
     def retire(self) -> list[Sample]:
@@ -136,57 +140,59 @@ class Scheduler:
 
     def _fits(self, sample: Sample, num_steps: int) -> bool:
         """Whether pages reach, with one to spare for every other running sample."""
-        found = self.pages.find(self._full_tokens(sample.prompt))
-        needed = self._num_pages(sample, num_steps) - len(found) + self._needs_last_page(sample)
-        return needed + len(self.running) // 2 <= self.pages.num_free
+        needed = self._num_pages(sample, num_steps) - len(self._there(sample.prompt))
+        needs_last_page = not sample.row.tokens and sample.prompt.last_page is None
+        return needed + needs_last_page + len(self.running) // 2 <= self.pages.num_free
 
-    def _needs_last_page(self, sample: Sample) -> bool:
+    def _begin(self, sample: Sample, num_steps: int, admitted: Admitted) -> None:
         prompt = sample.prompt
-        has_rest = prompt.num_cached % self.pages.page_size > 0
-        return has_rest and not sample.row.tokens and prompt.last_page is None
-
-    def _start(self, sample: Sample, num_steps: int, admitted: Admitted) -> None:
-        prompt, is_new = sample.prompt, not sample.row.tokens
-        shared, num_found = self._share_prompt(prompt)
-        sample.pages, sample.num_shared = shared, len(shared)
-        if is_new:
-            prompt.num_to_come -= 1
-            self._compute_prompt(prompt, shared, num_found, admitted)
-            self._give_last_page(sample, admitted)
-        missing = self._num_pages(sample, num_steps) - len(sample.pages)
-        sample.pages += self.pages.take(missing)
-        if not is_new:
-            start = num_found * self.pages.page_size
-            tokens = sample.tokens[start : sample.position]
-            admitted.chunks.append(Chunk(tokens, start, list(sample.pages)))
+        prompt.num_to_come -= 1
+        if prompt.full_pages is None:
+            self._compute_prompt(prompt, admitted)
+        self.pages.hold(prompt.full_pages)
+        sample.pages, sample.num_shared = list(prompt.full_pages), len(prompt.full_pages)
+        self._give_last_page(sample, admitted)
+        self._fill_up(sample, num_steps)
         if not prompt.num_to_come:
             self._let_go(prompt)
-        self.running.append(sample)
+        admitted.samples.append(sample)
 
-    def _share_prompt(self, prompt: Prompt) -> tuple[list[int], int]:
-        """(the prompt's full pages, held for one sample; how many of them were there already)."""
-        tokens = self._full_tokens(prompt)
-        pages = self.pages.find(tokens)
-        num_found = len(pages)
-        self.pages.hold(pages)
-        pages += self.pages.take(len(tokens) // self.pages.page_size - num_found)
-        self.pages.name(pages, tokens)
-        if prompt.full_pages is None and prompt.num_to_come > 1:
-            prompt.full_pages = list(pages)
-            self.pages.hold(pages)
-        return pages, num_found
-
-    def _compute_prompt(
-        self, prompt: Prompt, pages: list[int], num_found: int, admitted: Admitted
-    ) -> None:
-        """Have computed what is not there of a prompt; its last page too."""
-        start = num_found * self.pages.page_size
-        end = len(pages) * self.pages.page_size
-        if prompt.num_cached > end and prompt.last_page is None:
+    def _compute_prompt(self, prompt: Prompt, admitted: Admitted) -> None:
+        """Pages for a prompt, and what of them is not there yet: its last token at least, unless
+        its hidden state is known."""
+        prompt.full_pages, num_there = self._take_full_pages(prompt)
+        pages, start = list(prompt.full_pages), num_there * self.pages.page_size
+        if len(prompt.tokens) % self.pages.page_size:
             (prompt.last_page,) = self.pages.take(1)
-            pages, end = [*pages, prompt.last_page], prompt.num_cached
-        if end > start:
-            admitted.chunks.append(Chunk(prompt.tokens[start:end], start, list(pages)))
+            pages.append(prompt.last_page)
+        if start < len(prompt.tokens):
+            admitted.chunks.append(Chunk(prompt.tokens[start:], start, pages, prompt))
+
+    def _resume(self, sample: Sample, num_steps: int, admitted: Admitted) -> None:
+        """A preempted sample: what it had in its pages is computed again."""
+        sample.pages, num_there = self._take_full_pages(sample.prompt)
+        sample.num_shared = len(sample.pages)
+        self._fill_up(sample, num_steps)
+        start = num_there * self.pages.page_size
+        if start < sample.position:
+            tokens = sample.tokens[start : sample.position]
+            admitted.chunks.append(Chunk(tokens, start, list(sample.pages)))
+
+    def _take_full_pages(self, prompt: Prompt) -> tuple[list[int], int]:
+        """(the prompt's full pages, held once more; how many of them were there already)."""
+        pages = self._there(prompt)
+        num_there = len(pages)
+        self.pages.hold(pages)
+        pages += self.pages.take(len(prompt.tokens) // self.pages.page_size - num_there)
+        self.pages.name(pages, prompt.tokens)
+        return pages, num_there
+
+    def _there(self, prompt: Prompt) -> list[int]:
+        """Full pages that need no computing: the group's, or those of prompts that begin alike."""
+        if prompt.full_pages is not None:
+            return list(prompt.full_pages)
+        is_known = prompt.hidden_D is not None
+        return self.pages.find(prompt.tokens if is_known else prompt.tokens[:-1])
 
     def _give_last_page(self, sample: Sample, admitted: Admitted) -> None:
         """The prompt's last page itself to the group's last sample, a copy to those before."""
@@ -203,9 +209,9 @@ class Scheduler:
 
     # Pages
 
-    def _full_tokens(self, prompt: Prompt) -> Sequence[int]:
-        size = self.pages.page_size
-        return prompt.tokens[: prompt.num_cached // size * size]
+    def _fill_up(self, sample: Sample, num_steps: int) -> None:
+        missing = self._num_pages(sample, num_steps) - len(sample.pages)
+        sample.pages += self.pages.take(missing)
 
     def _num_pages(self, sample: Sample, num_steps: int) -> int:
         """Pages that a sample needs for `num_steps` more tokens to be appended."""

@@ -21,6 +21,14 @@ def num_rows_for(num_samples: int) -> int:
     return -(-num_samples // size) * size
 
 
+def num_first_rows_for(num_samples: int) -> int:
+    """Rows of so many first tokens: a power of 8, for they cost little and come in any number."""
+    size = 8
+    while size < num_samples:
+        size *= 8
+    return size
+
+
 def padded_length(length: int) -> int:
     """At least `length`: a multiple of 16, then two sizes an octave."""
     size = max(16, power_of_two(length) // 4)
