@@ -516,11 +516,11 @@ def compiled(caplog):
 
 
 def test_like_calls_compile_nothing_anew(caplog):
-    """Other samplings, seeds, numbers of tokens and steps are numbers, not programs."""
+    """Other temperatures, seeds, ends and numbers of steps are numbers, not programs."""
     rollouts()
     with jax.log_compiles(), caplog.at_level(logging.WARNING):
         rollouts(seed=9)
-        rollouts(temperature=0.7, max_tokens=8)
+        rollouts(temperature=0.7)
         rollouts(steps_per_dispatch=1, stop=("a",), tokenizer=Letters())
         rollouts([[4], *PROMPTS[1:]])
     assert compiled(caplog) == []
