@@ -18,8 +18,13 @@ class StageSpec:
     keys: tuple[str, ...]
 
 
-SAMPLING = tuple(
-    f"rollout.{key}" for key in ("max_tokens", "temperature", "top_k", "top_p", "min_p", "stop")
+ENDING = tuple(
+    f"rollout.{key}"
+    for key in ("max_tokens", "stop", "stop_token_ids", "forbidden_tokens", "min_tokens")
+)
+SAMPLING = (
+    *ENDING,
+    *(f"rollout.{key}" for key in ("temperature", "top_k", "top_p", "min_p", "time_limit_s")),
 )
 
 STAGES = {
@@ -51,7 +56,7 @@ STAGES = {
         (
             *("lora", "evaluation.temperature", "evaluation.max_prompts", "evaluation.functions"),
             *("reward.time_limit_s", "reward.memory_limit_mb"),
-            *("rollout.max_tokens", "rollout.stop"),
+            *ENDING,
         ),
     ),
     # For a sink that shows the settings of a run beside its figures.

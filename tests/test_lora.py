@@ -9,13 +9,14 @@ from rl.errors import MeshdialError
 from rl.models.layers import Linear
 from rl.models.spec import LoraConfig, ModelConfig, ModelSpec
 from rl.models.transformer import (
-    completion_logprobs,
     init_lora,
     init_parameters,
     merge_lora,
     parameter_shapes,
     trainable_names,
 )
+
+from .padded import completion_logprobs
 
 CONFIG = ModelConfig(31, 16, 24, 2, 4, 2, 4, tie_word_embeddings=True)
 LORA = LoraConfig(rank=2, alpha=6.0, targets=("q_proj", "down_proj"))
@@ -108,6 +109,26 @@ def test_a_merged_model_scores_as_the_adapted_one():
     np.testing.assert_allclose(adapted, merged, rtol=1e-5, atol=1e-5)
     base = score(ModelSpec(CONFIG), frozen, {}, *rows)
     assert np.abs(np.asarray(adapted[0]) - np.asarray(base[0])).max() > 0.01
+
+
+def test_no_frozen_kernel_has_a_gradient_computed():
+    """A kernel's costs 2 FLOPs a parameter and token."""
+    rows = (np.ones((1, 41), int), np.array([41]), np.ones((1, 4, 40), int), np.full((1, 4), 40))
+
+    def flops(spec, trainable, frozen):
+        def total(trainable):
+            return completion_logprobs(spec, trainable, frozen, *rows, 1.0)[0].sum()
+
+        return jax.jit(jax.grad(total)).lower(trainable).compile().cost_analysis()["flops"]
+
+    base = init_parameters(CONFIG, 0)
+    saved = flops(ModelSpec(CONFIG), base, {}) - flops(SPEC, init_lora(SPEC, 0), base)
+    kernels = sum(v.size for k, v in base.items() if k.endswith("kernel") and "layers.0" in k)
+    last = kernels - 2 * 16 * 16 - 3 * 16 * 24  # keys and values; the rest of prompts is left out
+    head = base["embed_tokens.embedding"].size
+    adapter = 2 * 2 * sum(v.size for v in init_lora(SPEC, 0).values()) * 200 * 3
+    expected = 2 * (200 * kernels + 160 * (kernels + head)) + 2 * 40 * last
+    assert saved > 0.9 * (expected - adapter)
 
 
 @pytest.mark.parametrize(

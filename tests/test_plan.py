@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import pytest
 from jax.ad_checkpoint import print_saved_residuals
 
+from rl.learner.packing import Shape
 from rl.models.spec import LoraConfig, ModelConfig, ModelSpec
-from rl.models.transformer import completion_logprobs, parameter_shapes, trainable_names
+from rl.models.transformer import parameter_shapes, trainable_names
 from rl.plan.dial import Dial, PlannedMesh
 from rl.plan.iteration import sync_bytes
 from rl.plan.memory import (
@@ -19,10 +20,13 @@ from rl.plan.memory import (
     logit_bytes,
     memory_by_role,
     mesh_peak,
-    tokens_and_scores,
+    num_scores,
+    update_activations,
 )
 from rl.plan.shape import device_size, gathered_size, num_parameters, tensors, trainable
 from rl.plan.work import Work
+
+from .padded import completion_logprobs
 
 SMOLLM2_135M = ModelConfig(49152, 576, 1536, 30, 9, 3, 64, tie_word_embeddings=True)
 LLAMA_7B = ModelConfig(32000, 4096, 11008, 32, 32, 32, 128)
@@ -45,7 +49,10 @@ def make_work(config=LLAMA_7B, lora=None, dtype="float32", **more):
         "completion_tokens": 8,
         "max_tokens": 8,
         "max_rows": 16,
-        "micro_batch_size": 8,
+        "page_size": 16,
+        "kv_cache_bytes": None,
+        "micro_batch_tokens": 100,
+        "is_rematerialised": False,
     }
     return Work(spec=ModelSpec(config, lora, dtype), **settings | more)
 
@@ -184,18 +191,22 @@ def test_the_cache_of_a_token():
     assert cache_bytes_per_token(make_work(LLAMA_70B, rollout_dtype="bfloat16")) == 327_680
 
 
-def test_the_cache_holds_a_prompt_once_a_group_in_padded_slots():
-    # 2 layers x 2 heads x 32 x 2 x 4 bytes = 1024 a token. 16 rows: 4 prompts in slots of 64 (the
-    # fewest), 16 completions whose first 29 tokens are fed, in slots of 32.
-    work = make_work(TINY, max_tokens=30)
-    assert cache_bytes(work, ONE) == 1024 * (4 * 64 + 16 * 32)
+def test_the_cache_holds_pages_of_prompts_and_of_samples():
+    # 2 layers x 2 heads x 32 x 2 x 4 bytes = 1024 a token, 16 tokens a page. 4 prompts of 16 tokens
+    # have a page and a last page, 16 samples of up to 30 have 3 (the first begins with the prompt's
+    # rest); 16 / 2 to spare and the trash page.
+    work, of_page = make_work(TINY, max_tokens=30), 16 * 1024
+    assert cache_bytes(work, ONE) == of_page * (4 * 2 + 16 * 3 + 8 + 1)
     # On two replicas of two devices: two prompts each, one of the two heads.
-    assert cache_bytes(work, PlannedMesh("m", data=2, tensor=2)) == 1024 * (2 * 64 + 8 * 32) // 2
-    # `max_rows` bounds the batch: two groups at once.
-    assert cache_bytes(replace(work, max_rows=8), ONE) == 1024 * (2 * 64 + 8 * 32)
+    mesh = PlannedMesh("m", data=2, tensor=2)
+    assert cache_bytes(work, mesh) == of_page * (2 * 2 + 8 * 3 + 4 + 1) // 2
+    # `max_rows` bounds the samples at once: four of a group, and room for the prompt after it.
+    assert cache_bytes(replace(work, max_rows=4), ONE) == of_page * (2 * 2 + 4 * 3 + 2 + 1)
+    # The config's budget is never exceeded.
+    assert cache_bytes(replace(work, kv_cache_bytes=10 * of_page - 1), ONE) == 9 * of_page
 
 
-def residual_bytes(spec, capsys, P=2, G=3, S=16, T=9):
+def residual_bytes(spec, capsys, P=2, G=3, S=17, T=8):
     """Bytes of the arrays that JAX saves between a forward and its backward pass."""
     shapes, trained = parameter_shapes(spec), trainable_names(spec)
     arrays = {name: jnp.zeros(shape, spec.dtype) for name, shape in shapes.items()}
@@ -222,7 +233,8 @@ def test_activations_of_a_layer_are_what_jax_saves_for_the_backward_pass(lora, d
     specs = [ModelSpec(replace(TINY, num_hidden_layers=n), lora, dtype) for n in (1, 2)]
     one, two = (residual_bytes(spec, capsys) for spec in specs)
     work = make_work(TINY, lora, dtype)
-    tokens, scores = tokens_and_scores(work, prompts=2, rows=6, length=9)
+    shape = Shape(num_prompts=2, num_bins=3, bin_size=8, prompt_size=16, num_shared=0)
+    tokens, scores = shape.num_tokens, num_scores(shape)
     assert (tokens, scores) == (2 * 16 + 6 * 8, 2 * 16 * 16 + 6 * 8 * 24)
     foreseen = tokens * bytes_per_token(work, 1) + scores * bytes_per_score(work, 1)
     # What is left out: the rotary angles, and one number a token for each norm and softmax.
@@ -231,10 +243,23 @@ def test_activations_of_a_layer_are_what_jax_saves_for_the_backward_pass(lora, d
 
 def test_activations_split_over_tensor_but_not_the_models_width():
     work = make_work(TINY)
-    # 4 bytes x (2 x 4 heads x 32 + 2 x 2 x 32 + 6 x 384) is split, 8 x 4 bytes x 128 is not.
-    assert bytes_per_token(work, 1) == 4 * (256 + 128 + 2304) + 32 * 128
-    assert bytes_per_token(work, 2) == 2 * (256 + 128 + 2304) + 32 * 128
-    assert bytes_per_score(work, 1) == 13 * 4
+    # 4 bytes x (3 x 4 heads x 32 + 2 x 2 x 32 + 3 x 384) is split, 4 x 4 bytes x 128 is not.
+    assert bytes_per_token(work, 1) == 4 * (384 + 128 + 1152) + 16 * 128
+    assert bytes_per_token(work, 2) == 2 * (384 + 128 + 1152) + 16 * 128
+    assert bytes_per_score(work, 1) == 4 * 4
+
+
+def test_the_memory_of_an_update_follows_the_budget_and_not_the_batch():
+    work = make_work(TINY)
+    # 4 rows of 16 + 32 tokens, two at once: 96 tokens, 2 x 16 x 16 + 64 x 48 scores, 64 logits.
+    kept = 96 * bytes_per_token(work, 1) + 3584 * bytes_per_score(work, 1)
+    logits = logit_bytes(work, 64, 1)
+    assert update_activations(work, ONE) == 2 * kept + logits
+    assert update_activations(replace(work, num_prompts=40), ONE) == 2 * kept + logits
+    assert update_activations(replace(work, micro_batch_tokens=50), ONE) == (2 * kept + logits) / 2
+    # Rematerialised: the input of each of the two layers, and one layer.
+    again = replace(work, is_rematerialised=True)
+    assert update_activations(again, ONE) == kept + 2 * 96 * 128 * 4 + logits
 
 
 def test_logits_are_held_up_to_the_bound_of_a_chunk():

@@ -66,24 +66,29 @@ def test_logits_in_chunks_are_computed_twice():
 
 
 def test_an_update_is_its_micro_batches_one_after_the_other():
-    # 4 groups of 4 in micro-batches of 8: two of [2 prompts, 4 members]; a prompt is computed once
-    # a group, and 7 of 8 completion tokens are fed.
+    # 4 groups of 4 in micro-batches of 100 tokens: two, of two groups each. A prompt of 16 is
+    # computed once a group, and the 4 x 8 tokens of its completions share a bin of 32.
     work = make_work()
-    tokens, scores = 2 * 16 + 8 * 7, 2 * 16 * 16 + 8 * 7 * 23
+    tokens, scores = 2 * (16 + 32), 2 * 16 * 16 + 64 * (16 + 32)
     one = gradient_flops(work, tokens, scores, 64) / 1e12
     assert update_bound(work, ONE, DEVICE).arithmetic == pytest.approx(2 * one)
     # Two row shards compute them at once; tensor halves each.
     assert update_bound(work, PlannedMesh("m", fsdp=2), DEVICE).arithmetic == pytest.approx(one)
     assert update_bound(work, PlannedMesh("m", tensor=2), DEVICE).arithmetic == pytest.approx(one)
-    # Micro-batches of 2 cut every group in two, and compute its prompt twice.
-    cut = replace(work, micro_batch_size=2)
-    part = gradient_flops(work, 16 + 2 * 7, 16 * 16 + 2 * 7 * 23, 16) / 1e12
-    assert update_bound(cut, ONE, DEVICE).arithmetic == pytest.approx(8 * part)
+    # Half the tokens are twice the micro-batches.
+    cut = replace(work, micro_batch_tokens=50)
+    assert update_bound(cut, ONE, DEVICE).arithmetic == pytest.approx(2 * one)
+
+
+def test_layers_that_are_rematerialised_are_computed_forward_twice():
+    work = make_work()
+    again = gradient_flops(replace(work, is_rematerialised=True), 100, 7, 10)
+    assert again - gradient_flops(work, 100, 7, 10) == forward_flops(work, 100, 7, 0)
 
 
 def test_the_reference_runs_forward_only():
     work = make_work()
-    tokens, scores = 2 * 16 + 8 * 7, 2 * 16 * 16 + 8 * 7 * 23
+    tokens, scores = 2 * (16 + 32), 2 * 16 * 16 + 64 * (16 + 32)
     expected = 2 * forward_flops(work, tokens, scores, 64) / 1e12
     assert scoring_bound(work, ONE, DEVICE).arithmetic == pytest.approx(expected)
 
@@ -118,14 +123,14 @@ def test_decoding_streams_all_weights_once_a_token():
     assert found.tokens_per_second == pytest.approx(506.5, rel=1e-3)
 
 
-def test_decoding_in_batches_and_shards():
+def test_decoding_in_turns_and_shards():
     work = make_work(TINY)  # 16 rows at most at once
     one, two = (decoding(work, mesh, DEVICE) for mesh in (ONE, PlannedMesh("m", data=2)))
-    assert (one.rows, one.num_batches, one.num_steps) == (16, 1, 7)
+    assert (one.rows, one.num_turns, one.num_steps) == (16, 1, 7)
     assert one.seconds == pytest.approx(one.prefill.seconds + 7 * one.step.seconds)
     assert two.rows == 16 and two.tokens_per_second > one.tokens_per_second
     small = decoding(replace(work, max_rows=4), ONE, DEVICE)
-    assert (small.rows, small.num_batches) == (4, 4)
+    assert (small.rows, small.num_turns) == (4, 4)
 
 
 def test_weights_are_gathered_once_a_dispatch():
@@ -200,7 +205,7 @@ def test_a_lag_needs_policy_logprobs():
 
 def test_alternatives_fit_where_they_can_and_use_all_devices():
     machines = Machines(DEVICES["H100"], LINKS["infiniband-ndr"], LINKS["nvme"])
-    work = make_work(LLAMA_70B, dtype="bfloat16", micro_batch_size=1)
+    work = make_work(LLAMA_70B, dtype="bfloat16", micro_batch_tokens=1)
     found = alternatives(work, machines, 64, (0, 1))
     assert [(f.dial.label, f.dial.lag) for f in found][:2] == [
         ("all colocated", 0),

@@ -19,8 +19,7 @@ from rl.learner.update import reinforcement_objective, sum_gradients
 from rl.models.spec import LoraConfig, ModelConfig, ModelSpec
 from rl.models.transformer import init_lora, init_parameters, parameter_shapes
 from rl.processes.runtime import parse_process_layout
-from rl.rollout.batching import plan_batches
-from rl.rollout.sampler import generate
+from rl.rollout.sampler import EngineConfig, generate
 from rl.rollout.sampling import SamplingConfig
 
 from .test_learner import LOSS as ON_ONE_DEVICE
@@ -42,6 +41,8 @@ LORA = LoraConfig(rank=2, alpha=4.0, targets=("q_proj", "o_proj", "down_proj"))
 LOSS = replace(ON_ONE_DEVICE, entropy_coefficient=0.01, max_tokens=None)
 ADAMW = replace(SGD, kind="adamw", learning_rate=1e-3, weight_decay=0.1, clip_norm=1.0)
 P, G = 5, 3
+TOKENS = 100
+"""Of a micro-batch: two of the five groups."""
 PROMPTS = [[7, 8, 9, *range(3, 5 + 2 * p)] for p in range(P)]  # they share their first tokens
 
 
@@ -71,17 +72,19 @@ def everything(lora):
     trainable = sharding.placed(adapter if lora else base)
     frozen = sharding.placed(base) if lora else {}
     objective = reinforcement_objective(batch, LOSS)
-    gradient, _ = sum_gradients(spec, trainable, frozen, batch, objective, 4, lambda line: None)
-    scores = score_batch(spec, trainable, frozen, batch, 4)
+    gradient, _ = sum_gradients(
+        spec, trainable, frozen, batch, objective, TOKENS, lambda line: None
+    )
+    scores = score_batch(spec, trainable, frozen, batch, TOKENS)
     completions = generate(
         *(spec, trainable, frozen, Letters(), PROMPTS, (1, 2, range(P)), G),
-        *(SamplingConfig(max_tokens=30), 6),
+        *(SamplingConfig(max_tokens=30), EngineConfig(max_rows=6)),
     )
     tokens = [[list(row.tokens) for row in group] for group in completions]
     logprobs = [row.logprobs for group in completions for row in group]
     state = sharding.placed(init_optimizer(ADAMW, trainable))
     trainable, state, figures = update(
-        spec, trainable, frozen, state, batch, LOSS, ADAMW, 4, updates_per_batch=1
+        spec, trainable, frozen, state, batch, LOSS, ADAMW, TOKENS, updates_per_batch=1
     )
     assert jax.tree.map(lambda a: a.sharding, state) == sharding.tree_shardings(
         state, sharding.current()
@@ -190,9 +193,3 @@ def test_a_mesh_wants_devices_that_are_there():
     layouts = parse_process_layout("train:devices=64,fsdp=64")
     with pytest.raises(MeshdialError, match=r"mesh train wants devices 0 to 63 .* has 4 \(cpu\)"):
         sharding.device_mesh(layouts, "train")
-
-
-def test_a_plan_fills_every_replica():
-    plan = plan_batches([3, 1, 2, 5, 4], group_size=4, max_rows=8, num_shards=2)
-    assert (plan.num_prompts, plan.group_size) == (4, 4)
-    assert sorted(p for batch in plan.batches for p in batch.prompts) == [0, 1, 2, 3, 4]

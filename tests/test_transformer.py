@@ -1,7 +1,9 @@
-"""The transformer's three paths against a plain float64 forward pass; its layers by hand."""
+"""Scores of packed completions against a plain float64 forward pass; the layers by hand."""
 
 import functools
 import math
+import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -11,19 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl.errors import MeshdialError
-from rl.models import transformer
+from rl.models import token_scores
 from rl.models.layers import RMSNorm, rotary_angles, rotate
+from rl.models.packed import Packed
+from rl.models.scoring import completion_logprobs as packed_logprobs
 from rl.models.spec import PROJECTIONS, LoraConfig, ModelConfig, ModelSpec
-from rl.models.transformer import (
-    completion_logprobs,
-    decode_logits,
-    empty_own_cache,
-    init_parameters,
-    parameter_shapes,
-    prefill,
-    trainable_names,
-)
-from tests.plain_llama import plain_logits, plain_scores
+from rl.models.transformer import init_parameters, parameter_shapes, trainable_names
+
+from .padded import completion_logprobs
+from .plain_llama import plain_scores
 
 TIED = ModelConfig(
     vocab_size=61,
@@ -48,10 +46,17 @@ BIASED = ModelConfig(
     attention_bias=True,
     mlp_bias=True,
 )
+SLIDING = replace(
+    TIED,
+    sliding_window=3,
+    layer_types=("sliding_attention", "full_attention"),
+    attn_logit_softcapping=2.0,
+)
 SPECS = {
     "tied": ModelSpec(TIED),
     "biased": ModelSpec(BIASED),
     "adapted": ModelSpec(TIED, LoraConfig(3, 5.0, PROJECTIONS)),
+    "sliding": ModelSpec(SLIDING),
 }
 P, G, PROMPT, T = 3, 2, 7, 5
 PROMPT_LENGTHS = np.array([7, 4, 5], np.int32)
@@ -203,6 +208,10 @@ def gradient_of_total(name):
     [
         ("tied", "embed_tokens.embedding", (7, 5)),
         ("tied", "layers.0.self_attn.k_proj.kernel", (3, 4)),
+        ("tied", "layers.1.self_attn.q_proj.kernel", (1, 7)),
+        ("tied", "layers.0.mlp.up_proj.kernel", (5, 9)),
+        ("sliding", "layers.0.self_attn.q_proj.kernel", (3, 4)),
+        ("sliding", "layers.1.self_attn.k_proj.kernel", (2, 3)),
         ("tied", "layers.0.input_layernorm.scale", (2,)),
         ("biased", "layers.1.mlp.gate_proj.bias", (6,)),
         ("adapted", "layers.0.self_attn.v_proj.lora_a", (1, 2)),
@@ -230,7 +239,7 @@ def test_gradient_is_the_slope_of_the_plain_forward_pass(name, parameter, place)
 
 
 def test_scoring_in_chunks_gives_the_same_gradient(monkeypatch):
-    monkeypatch.setattr(transformer, "MAX_LOGITS", 7 * TIED.vocab_size)  # 30 rows: 5 chunks
+    monkeypatch.setattr(token_scores, "MAX_LOGITS", 7 * TIED.vocab_size)  # 30 rows: 5 chunks
     chunked = jax.jit(jax.grad(lambda trainable: total_score("tied", trainable)))
     for name, values in chunked(case("tied")[1]).items():
         expected = gradient_of_total("tied")[name]
@@ -238,40 +247,101 @@ def test_scoring_in_chunks_gives_the_same_gradient(monkeypatch):
 
 
 def test_scoring_in_chunks_gives_the_same_scores(monkeypatch):
-    monkeypatch.setattr(transformer, "MAX_LOGITS", 7 * TIED.vocab_size)
+    monkeypatch.setattr(token_scores, "MAX_LOGITS", 7 * TIED.vocab_size)
     spec, trainable, frozen, prompts, completions = case("tied")
     rows = (prompts, PROMPT_LENGTHS, completions, COMPLETION_LENGTHS, 0.7)
     scores = jax.jit(lambda *rows: completion_logprobs(spec, trainable, frozen, *rows))(*rows)
     np.testing.assert_allclose(scores, expected_scores("tied", 0.7), rtol=2e-5, atol=2e-5)
 
 
-# Generating
+# Packing
+
+SEGMENTS = ((4, 1, 2), (5,)), ((3, 3), (1, 1, 1, 2)), ((2,), (7,))
+"""Lengths of the completions in each of three prompts' two bins, of eight places."""
+
+
+def packed_case(name):
+    """(Packed, what a plain forward pass says of each place [2, P, B, T], its mask)."""
+    spec, trainable, frozen, prompts, _ = case(name)
+    rng = np.random.default_rng(2)
+    shape = len(SEGMENTS), 2, 8
+    inputs, targets, positions = (rng.integers(0, 9, shape, np.int32) for _ in range(3))
+    segments, expected = np.full(shape, -1, np.int32), np.zeros((2, *shape))
+    for p, b in np.ndindex(*shape[:2]):
+        prompt, at = prompts[p, : PROMPT_LENGTHS[p]], 0
+        for number, length in enumerate(SEGMENTS[p][b]):
+            completion = rng.integers(0, spec.config.vocab_size, length)
+            places = p, b, slice(at, at + length)
+            inputs[places] = [prompt[-1], *completion[:-1]]
+            targets[places], segments[places] = completion, number
+            positions[places] = len(prompt) - 1 + np.arange(length)
+            expected[:, *places] = plain_scores(
+                spec.config, spec.lora, {**frozen, **trainable}, prompt, completion, 0.7
+            )
+            at += length
+    prompts = prompts[:, :-1], PROMPT_LENGTHS - 1
+    return Packed(*prompts, inputs, targets, positions, segments), expected, segments >= 0
 
 
 @pytest.mark.parametrize("num_shared", [0, NUM_SHARED])
 @pytest.mark.parametrize("name", SPECS)
-def test_prefill_and_decoding_give_the_logits_of_a_plain_forward_pass(name, num_shared):
-    spec, trainable, frozen, prompts, completions = case(name)
-    logits_PV, cache = jax.jit(prefill, static_argnums=(0, 5))(
-        spec, trainable, frozen, prompts, PROMPT_LENGTHS, num_shared
-    )
-    own_cache = empty_own_cache(spec, P, G, T + 2)
-    # What a slot holds before it is written must not matter.
-    own_cache = jax.tree.map(lambda slots: slots + 5.0, own_cache)
-    decode = jax.jit(decode_logits, static_argnums=0, donate_argnums=5)
-    logits_PGTV = [np.broadcast_to(np.asarray(logits_PV)[:, None], (P, G, spec.config.vocab_size))]
-    for t in range(T):
-        tokens_PG = completions[:, :, t]
-        logits, own_cache = decode(
-            spec, trainable, frozen, cache, PROMPT_LENGTHS, own_cache, tokens_PG, t
+def test_completions_in_one_bin_see_their_prompt_and_themselves(name, num_shared):
+    spec, trainable, frozen, *_ = case(name)
+    packed, expected, mask = packed_case(name)
+    score = jax.jit(packed_logprobs, static_argnums=(0, 5))
+    scores = np.asarray(score(spec, trainable, frozen, packed, 0.7, num_shared))
+    np.testing.assert_allclose(scores[:, mask], expected[:, mask], rtol=2e-5, atol=2e-5)
+    assert np.isfinite(scores).all()
+
+
+# Costs
+
+
+def dots_of(name, **options):
+    """Shapes of the matrix products in the compiled gradient of a score."""
+    spec, trainable, frozen, *_ = case(name)
+    packed, *_ = packed_case(name)
+
+    def total(trainable):
+        scores = packed_logprobs(spec, trainable, frozen, packed, 1.0, **options)
+        return sum(map(jnp.sum, scores))
+
+    text = jax.jit(jax.grad(total)).lower(trainable).as_text()
+    return re.findall(r"dot_general.*-> tensor<([\dx]*)x[a-z]", text)
+
+
+def test_rematerialised_layers_give_the_same_gradient():
+    spec, trainable, frozen, *_ = case("tied")
+    packed, *_ = packed_case("tied")
+
+    def total(trainable, is_rematerialised):
+        scores = packed_logprobs(
+            spec, trainable, frozen, packed, 1.0, is_rematerialised=is_rematerialised
         )
-        logits_PGTV.append(np.asarray(logits))
-    logits_PGTV = np.stack(logits_PGTV, axis=2)
-    for p, g in np.ndindex(P, G):
-        sequence = [*prompts[p, : PROMPT_LENGTHS[p]], *completions[p, g]]
-        expected = plain_logits(spec.config, spec.lora, {**frozen, **trainable}, sequence)
-        expected = expected[PROMPT_LENGTHS[p] - 1 :]
-        np.testing.assert_allclose(logits_PGTV[p, g], expected, rtol=1e-4, atol=1e-4)
+        return jnp.sum(scores[0])
+
+    gradient = jax.jit(jax.grad(total), static_argnums=1)
+    one, other = gradient(trainable, False), gradient(trainable, True)
+    for name in one:
+        np.testing.assert_allclose(one[name], other[name], rtol=1e-5, atol=1e-5, err_msg=name)
+    more = len(dots_of("tied", is_rematerialised=True)) - len(dots_of("tied"))
+    assert more > 2 * 7  # a layer's seven kernels, and its scores
+
+
+def test_a_fixed_entropy_is_the_same_number_without_a_gradient():
+    spec, trainable, frozen, *_ = case("tied")
+    packed, *_ = packed_case("tied")
+
+    def score(trainable, is_entropy_fixed):
+        return packed_logprobs(
+            spec, trainable, frozen, packed, 1.0, is_entropy_fixed=is_entropy_fixed
+        )[1].sum()
+
+    grad = jax.jit(jax.value_and_grad(score), static_argnums=1)
+    (one, slopes), (other, none) = grad(trainable, False), grad(trainable, True)
+    assert one == other
+    assert all(np.any(value) for value in slopes.values())
+    assert not any(np.any(value) for value in none.values())
 
 
 def test_bfloat16_stays_near_float32():

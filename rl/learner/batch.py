@@ -1,15 +1,16 @@
-"""A batch of rollouts laid out by groups, and its division into micro-batches of one shape."""
+"""A batch of rollouts laid out by groups, and the arrays of its micro-batches."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import islice
-from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from rl.errors import MeshdialError
 from rl.learner.loss import MicroBatch
+from rl.learner.packing import Part, Shape, divide
+from rl.models.packed import Packed
 from rl.models.shared_prefix import num_shared_tokens
 from rl.sharding import num_row_shards, on_rows
 
@@ -22,6 +23,7 @@ class UpdateBatch:
     does not matter. `proximal_logprobs_PGT` is None where the current policy is the proximal one,
     `reference_logprobs_PGT` where there is no KL term, `off_policy_weights_PGT` where the proximal
     policy is also the one that sampled; else it is proximal / behaviour, which multiplies the loss.
+    `max_tokens` is the longest that a completion can be, if known.
     """
 
     prompt_tokens_PT: np.ndarray
@@ -35,6 +37,7 @@ class UpdateBatch:
     reference_logprobs_PGT: np.ndarray | None
     off_policy_weights_PGT: np.ndarray | None = None
     temperature: float
+    max_tokens: int | None = None
 
     @property
     def group_shape(self) -> tuple[int, int]:
@@ -44,6 +47,18 @@ class UpdateBatch:
         """How many first tokens all prompts share: they are computed once a micro-batch."""
         rows = zip(self.prompt_tokens_PT, self.prompt_lengths_P, strict=True)
         return num_shared_tokens([tokens[:length] for tokens, length in rows])
+
+    def divide(self, is_needed_PG: np.ndarray, budget: int) -> tuple[Shape, list[Part]]:
+        """Micro-batches of at most `budget` tokens for each row shard: see `packing.divide`."""
+        return divide(
+            is_needed_PG,
+            self.completion_lengths_PG,
+            self.prompt_lengths_P,
+            budget,
+            num_shared=self.num_shared(),
+            max_tokens=self.max_tokens,
+            num_shards=num_row_shards(),
+        )
 
     def trained_mask(self) -> np.ndarray:
         """The completion mask without padding, boolean [P, G, T]."""
@@ -56,17 +71,6 @@ class UpdateBatch:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         cut = {k: v[start:stop] for k, v in values.items() if isinstance(v, np.ndarray)}
         return UpdateBatch(**{**values, **cut})
-
-
-def bucket_length(length: int, limit: int | None = None) -> int:
-    """The padded length: a multiple of 8, and of an eighth of the next power of two.
-
-    Padding adds less than a quarter beyond 64, and an octave of lengths has only four shapes. A
-    `limit` that no length exceeds bounds the padding too.
-    """
-    multiple = max(8, 2 ** max((length - 1).bit_length() - 3, 0))
-    padded = -(-length // multiple) * multiple
-    return padded if limit is None else max(length, min(padded, limit))
 
 
 def pack(
@@ -87,7 +91,7 @@ def pack(
     Groups stand in the order of their first rollout, and rollouts keep their order within a group;
     `unpack` undoes it. A group smaller than the largest is filled with rows of length 0. Left out,
     the mask keeps every token, and advantages and rollout log-probabilities are 0: enough for
-    `score_batch`. `max_tokens`, the longest that a completion can be, saves padding beyond it.
+    `score_batch`. `max_tokens` is the longest that a completion can be, if known.
     Raises MeshdialError where a rollout is empty, its lists differ in length, or a group has more
     than one prompt.
     """
@@ -95,7 +99,7 @@ def pack(
     lengths = [len(tokens) for tokens in completion_tokens]
     _refuse_empty(prompt_tokens, lengths)
     _refuse_mixed(prompt_tokens, group_ids, row_PG)
-    T = bucket_length(max(lengths), max_tokens)
+    T = max(lengths)
     prompts = [prompt_tokens[row] for row in row_PG[:, 0]]
 
     def per_token(name, lists, dtype, default=None):
@@ -107,7 +111,7 @@ def pack(
     if advantages is None:
         advantages = np.zeros(len(lengths))
     return UpdateBatch(
-        prompt_tokens_PT=_padded(prompts, bucket_length(max(map(len, prompts))), np.int32),
+        prompt_tokens_PT=_padded(prompts, max(map(len, prompts)), np.int32),
         prompt_lengths_P=np.array([len(prompt) for prompt in prompts], np.int32),
         completion_tokens_PGT=per_token("completion_tokens", completion_tokens, np.int32),
         completion_lengths_PG=_regroup(np.array(lengths, np.int32), row_PG),
@@ -117,6 +121,7 @@ def pack(
         proximal_logprobs_PGT=per_token("proximal_logprobs", proximal_logprobs, np.float32),
         reference_logprobs_PGT=per_token("reference_logprobs", reference_logprobs, np.float32),
         temperature=temperature,
+        max_tokens=max_tokens,
     )
 
 
@@ -192,86 +197,62 @@ def _refuse_other_lengths(name, lists, lengths) -> None:
             )
 
 
-class Part(NamedTuple):
-    """The slots of one micro-batch: prompt p's members, and which of them are no repetition."""
-
-    prompt_P: np.ndarray
-    member_PG: np.ndarray
-    is_real_PG: np.ndarray
-
-
-def divide(is_needed_PG: np.ndarray, micro_batch_size: int) -> list[Part]:
-    """Micro-batches of at most `micro_batch_size` rollouts, all of one shape [p, g].
-
-    The shape follows from the batch's, never from what is needed. Whole groups go together where
-    the size allows; else a group is cut into equal parts, its prompt in each of them. A group, or
-    part of one, in which no rollout is needed is left out. What the last micro-batch lacks is
-    filled with rows that are not real.
-    """
-    P, G = is_needed_PG.shape
-    num_cuts = -(-G // micro_batch_size)
-    members = -(-G // num_cuts)
-    prompts = -(-P // -(-P // min(P, max(micro_batch_size // G, 1))))
-    member_CG = np.arange(num_cuts * members).reshape(num_cuts, members)
-    is_member_CG = member_CG < G
-    member_CG = np.where(is_member_CG, member_CG, 0)
-    wanted = [
-        (prompt, cut)
-        for prompt in range(P)
-        for cut in range(num_cuts)
-        if np.any(is_needed_PG[prompt, member_CG[cut]] & is_member_CG[cut])
-    ]
-    parts = []
-    for start in range(0, len(wanted), prompts):
-        chosen = wanted[start : start + prompts]
-        is_chosen_P = np.arange(prompts) < len(chosen)
-        chosen += chosen[:1] * (prompts - len(chosen))
-        prompt_P, cut_P = np.array(chosen).T
-        is_real_PG = is_member_CG[cut_P] & is_chosen_P[:, None]
-        parts.append(Part(prompt_P, member_CG[cut_P], is_real_PG))
-    return parts
-
-
 def micro_batches(
-    batch: UpdateBatch, weights_PGT: np.ndarray, parts: list[Part]
+    batch: UpdateBatch, weights_PGT: np.ndarray, shape: Shape, parts: list[Part]
 ) -> Iterator[MicroBatch]:
-    """The rows of each part, what is not trained on replaced by zeros."""
-    temperature = np.float32(batch.temperature)
-    is_token_PGT = (
-        np.arange(weights_PGT.shape[2])[None, None, :] < (batch.completion_lengths_PG[:, :, None])
-    )
-    tokens_PGT = np.where(is_token_PGT, batch.completion_tokens_PGT, 0)
-    for prompt_P, member_PG, is_real_PG in parts:
-        rows = (prompt_P[:, None], member_PG)
-        weights = np.where(is_real_PG[:, :, None], weights_PGT[rows], np.float32(0))
+    """The tokens of each part, what is not trained on replaced by zeros."""
+    prompts_PS = np.zeros((len(batch.prompt_tokens_PT), shape.prompt_size), np.int32)
+    width = min(shape.prompt_size, batch.prompt_tokens_PT.shape[1])
+    prompts_PS[:, :width] = batch.prompt_tokens_PT[:, :width]
+    for part in parts:
+        rows_P11 = part.prompt_P[:, None, None]
+        places = rows_P11, part.member_PBT, part.token_PBT
+        weights = np.where(part.is_real_PBT, weights_PGT[places], np.float32(0))
 
-        def trained(values_PGT, rows=rows, is_trained=weights > 0):
-            return None if values_PGT is None else np.where(is_trained, values_PGT[rows], 0.0)
+        def trained(values_PGT, places=places, is_trained=weights > 0):
+            return None if values_PGT is None else np.where(is_trained, values_PGT[places], 0.0)
 
+        advantages_PBT = batch.advantages_PG[rows_P11, part.member_PBT]
         yield MicroBatch(
-            prompt_tokens_PT=batch.prompt_tokens_PT[prompt_P],
-            prompt_lengths_P=batch.prompt_lengths_P[prompt_P],
-            completion_tokens_PGT=tokens_PGT[rows],
-            completion_lengths_PG=batch.completion_lengths_PG[rows],
-            temperature=temperature,
-            weights_PGT=weights,
-            advantages_PG=np.where(np.any(weights > 0, axis=2), batch.advantages_PG[rows], 0.0),
-            rollout_logprobs_PGT=trained(batch.rollout_logprobs_PGT),
-            proximal_logprobs_PGT=trained(batch.proximal_logprobs_PGT),
-            reference_logprobs_PGT=trained(batch.reference_logprobs_PGT),
-            off_policy_weights_PGT=trained(batch.off_policy_weights_PGT),
+            packed=_packed(batch, prompts_PS, part),
+            temperature=np.float32(batch.temperature),
+            weights_PBT=weights,
+            advantages_PBT=np.where(weights > 0, advantages_PBT, np.float32(0)),
+            rollout_logprobs_PBT=trained(batch.rollout_logprobs_PGT),
+            proximal_logprobs_PBT=trained(batch.proximal_logprobs_PGT),
+            reference_logprobs_PBT=trained(batch.reference_logprobs_PGT),
+            off_policy_weights_PBT=trained(batch.off_policy_weights_PGT),
         )
 
 
+def _packed(batch: UpdateBatch, prompts_PS: np.ndarray, part: Part) -> Packed:
+    rows_P11, token_PBT = part.prompt_P[:, None, None], part.token_PBT
+    context_P = batch.prompt_lengths_P - 1  # all but the last token, which is fed with the bins
+    last_P = batch.prompt_tokens_PT[np.arange(len(context_P)), context_P]
+    targets_PBT = batch.completion_tokens_PGT[rows_P11, part.member_PBT, token_PBT]
+    before_PBT = np.maximum(token_PBT - 1, 0)
+    fed_PBT = batch.completion_tokens_PGT[rows_P11, part.member_PBT, before_PBT]
+    inputs_PBT = np.where(token_PBT == 0, last_P[rows_P11], fed_PBT)
+    positions_PBT = context_P[rows_P11] + token_PBT
+    return Packed(
+        prompt_tokens_PS=prompts_PS[part.prompt_P],
+        prompt_lengths_P=context_P[part.prompt_P],
+        inputs_PBT=np.where(part.is_real_PBT, inputs_PBT, 0),
+        targets_PBT=np.where(part.is_real_PBT, targets_PBT, 0),
+        positions_PBT=np.where(part.is_real_PBT, positions_PBT, 0),
+        segments_PBT=np.where(part.is_real_PBT, part.member_PBT, -1),
+    )
+
+
 def spread(batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-    """One micro-batch for each row shard of the mesh, stacked: [shards, P, G, ...], each shard's
+    """One micro-batch for each row shard of the mesh, stacked: [shards, P, ...], each shard's
     on its devices. What the last stack lacks is filled with rows of weight 0.
 
     On a mesh of one row shard the micro-batches pass as they are.
     """
     size = num_row_shards()
     while size > 1 and (stack := list(islice(batches, size))):
-        nothing = stack[0]._replace(weights_PGT=np.zeros_like(stack[0].weights_PGT))
+        nothing = stack[0]._replace(weights_PBT=np.zeros_like(stack[0].weights_PBT))
         stack += [nothing] * (size - len(stack))
         yield jax.tree.map(lambda *rows: on_rows(np.stack(rows)), *stack)
     yield from batches

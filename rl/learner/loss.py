@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from rl.algorithms.aggregation import Aggregation
 from rl.algorithms.kl import Estimator, kl_estimate
 from rl.algorithms.policy_loss import clipped_ratio_loss, probability_ratio
+from rl.models.packed import Packed
 
 _STATIC = {"static": True}
 
@@ -38,24 +39,21 @@ class LossConfig:
 
 
 class MicroBatch(NamedTuple):
-    """Some rows of a batch, [P, G]: arrays for one run of the gradient program.
+    """Packed completions of a batch, [P, B, T]: arrays for one run of the gradient program.
 
     A token of weight 0 is not trained on; its log-probabilities here are 0, whatever the batch
     held. No proximal log-probabilities means that the current policy is the proximal one; no
     reference ones, that there is no KL; no off-policy weights, that the proximal policy sampled.
     """
 
-    prompt_tokens_PT: jax.Array
-    prompt_lengths_P: jax.Array
-    completion_tokens_PGT: jax.Array
-    completion_lengths_PG: jax.Array
+    packed: Packed
     temperature: jax.Array
-    weights_PGT: jax.Array
-    advantages_PG: jax.Array
-    rollout_logprobs_PGT: jax.Array
-    proximal_logprobs_PGT: jax.Array | None
-    reference_logprobs_PGT: jax.Array | None
-    off_policy_weights_PGT: jax.Array | None
+    weights_PBT: jax.Array
+    advantages_PBT: jax.Array
+    rollout_logprobs_PBT: jax.Array
+    proximal_logprobs_PBT: jax.Array | None
+    reference_logprobs_PBT: jax.Array | None
+    off_policy_weights_PBT: jax.Array | None
 
 
 Sums = dict[str, jax.Array]
@@ -65,28 +63,27 @@ the rest are weighted sums beside the sum of `weight`; `drift` and `anchor_drift
 
 
 def reinforcement_loss(
-    config: LossConfig, rows: MicroBatch, logprobs_PGT: jax.Array, entropy_PGT: jax.Array
+    config: LossConfig, rows: MicroBatch, logprobs_PBT: jax.Array, entropy_PBT: jax.Array
 ) -> tuple[jax.Array, Sums]:
     """This micro-batch's part of the loss, and its sums."""
-    weights, is_trained = rows.weights_PGT, rows.weights_PGT > 0
-    policy = jnp.where(is_trained, logprobs_PGT, 0.0)
-    entropy = jnp.where(is_trained, entropy_PGT, 0.0)
-    is_on_policy = rows.proximal_logprobs_PGT is None
-    proximal = jax.lax.stop_gradient(policy) if is_on_policy else rows.proximal_logprobs_PGT
+    weights, is_trained = rows.weights_PBT, rows.weights_PBT > 0
+    policy = jnp.where(is_trained, logprobs_PBT, 0.0)
+    entropy = jnp.where(is_trained, entropy_PBT, 0.0)
+    is_on_policy = rows.proximal_logprobs_PBT is None
+    proximal = jax.lax.stop_gradient(policy) if is_on_policy else rows.proximal_logprobs_PBT
     ratio = jax.lax.stop_gradient(probability_ratio(policy, proximal))
-    advantages = jnp.broadcast_to(rows.advantages_PG[:, :, None], policy.shape)
 
     policy_loss, is_clipped = clipped_ratio_loss(
-        policy, proximal, advantages, config.clip_low, config.clip_high
+        policy, proximal, rows.advantages_PBT, config.clip_low, config.clip_high
     )
-    if rows.off_policy_weights_PGT is not None:
-        weights = weights * rows.off_policy_weights_PGT
+    if rows.off_policy_weights_PBT is not None:
+        weights = weights * rows.off_policy_weights_PBT
     token_loss = policy_loss
     values = {"ratio": ratio, "clipped": is_clipped, "entropy": entropy}
-    if rows.reference_logprobs_PGT is not None:
+    if rows.reference_logprobs_PBT is not None:
         kl = kl_estimate(
             policy,
-            rows.reference_logprobs_PGT,
+            rows.reference_logprobs_PBT,
             config.kl_estimator,
             None if is_on_policy else ratio,
         )
@@ -97,29 +94,29 @@ def reinforcement_loss(
 
     loss = jnp.sum(weights * token_loss)
     sums = {"loss": loss, "policy_loss": jnp.sum(weights * policy_loss)}
-    sums |= {name: jnp.sum(rows.weights_PGT * value) for name, value in values.items()}
-    sums |= _drift(policy, rows) | {"weight": jnp.sum(rows.weights_PGT)}
+    sums |= {name: jnp.sum(rows.weights_PBT * value) for name, value in values.items()}
+    sums |= _drift(policy, rows) | {"weight": jnp.sum(rows.weights_PBT)}
     return loss, jax.lax.stop_gradient(sums)
 
 
 def supervised_loss(
-    config: None, rows: MicroBatch, logprobs_PGT: jax.Array, entropy_PGT: jax.Array
+    config: None, rows: MicroBatch, logprobs_PBT: jax.Array, entropy_PBT: jax.Array
 ) -> tuple[jax.Array, Sums]:
     """This micro-batch's part of the negative log-likelihood, and its sums."""
-    is_trained = rows.weights_PGT > 0
-    loss = -jnp.sum(rows.weights_PGT * jnp.where(is_trained, logprobs_PGT, 0.0))
-    entropy = jnp.sum(rows.weights_PGT * jnp.where(is_trained, entropy_PGT, 0.0))
-    sums = {"loss": loss, "entropy": entropy, "weight": jnp.sum(rows.weights_PGT)}
+    is_trained = rows.weights_PBT > 0
+    loss = -jnp.sum(rows.weights_PBT * jnp.where(is_trained, logprobs_PBT, 0.0))
+    entropy = jnp.sum(rows.weights_PBT * jnp.where(is_trained, entropy_PBT, 0.0))
+    sums = {"loss": loss, "entropy": entropy, "weight": jnp.sum(rows.weights_PBT)}
     return loss, jax.lax.stop_gradient(sums)
 
 
 def _drift(policy: jax.Array, rows: MicroBatch) -> Sums:
     """How far the sampler's log-probabilities are from the trainer's, and the proximal policy's
     from those of the policy that the update starts from, which it should be."""
-    is_trained = rows.weights_PGT > 0
-    drift = jnp.where(is_trained, jnp.abs(policy - rows.rollout_logprobs_PGT), 0.0)
+    is_trained = rows.weights_PBT > 0
+    drift = jnp.where(is_trained, jnp.abs(policy - rows.rollout_logprobs_PBT), 0.0)
     sums = {"drift": drift.sum(), "drift_max": drift.max(), "num_tokens": is_trained.sum()}
-    if rows.proximal_logprobs_PGT is not None:
-        anchor = jnp.where(is_trained, jnp.abs(policy - rows.proximal_logprobs_PGT), 0.0)
+    if rows.proximal_logprobs_PBT is not None:
+        anchor = jnp.where(is_trained, jnp.abs(policy - rows.proximal_logprobs_PBT), 0.0)
         sums["anchor_drift"] = anchor.sum()
     return sums

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,16 +12,17 @@ import numpy as np
 
 from rl.algorithms.aggregation import token_weights
 from rl.errors import MeshdialError
-from rl.learner.batch import UpdateBatch, divide, micro_batches, spread
+from rl.learner.batch import UpdateBatch, micro_batches, spread
 from rl.learner.figures import added, batch_figures, count_tokens, describe_batch, ratio
 from rl.learner.loss import LossConfig, MicroBatch, Sums, reinforcement_loss, supervised_loss
 from rl.learner.optimizer import OptimizerConfig, apply_gradient
+from rl.models.scoring import completion_logprobs
 from rl.models.spec import ModelSpec, Parameters
-from rl.models.transformer import completion_logprobs
 from rl.sharding import by_row_shard, constrain, constrain_tree, num_row_shards
 
 Progress = Callable[[str], None]
 Updated = tuple[Parameters, Any, dict[str, float]]
+Remat = Literal["none", "layer"]
 
 
 def update(
@@ -32,17 +33,19 @@ def update(
     batch: UpdateBatch,
     loss_config: LossConfig,
     optimizer: OptimizerConfig,
-    micro_batch_size: int,
+    micro_batch_tokens: int,
     updates_per_batch: int,
     progress: Progress = lambda line: None,
+    remat: Remat = "none",
 ) -> Updated:
     """(trainable, optimizer state, figures) after `updates_per_batch` updates on one batch.
 
     Takes ownership of `trainable` and `optimizer_state`: their arrays are overwritten. The batch
-    is divided by whole groups in order. `micro_batch_size` is in rollouts, for each row shard of
-    the mesh, and bounds memory only: neither gradient nor figures depend on it. Groups whose
-    advantages are all 0 are not run where no KL or entropy term needs them; they count in every
-    denominator of the loss all the same.
+    is divided by whole groups in order. `micro_batch_tokens` is what goes through the layers at
+    once, for each row shard of the mesh, padding counted, and `remat` whether a layer keeps its
+    input alone for the backward pass (`layer`); both are a matter of memory and speed: neither
+    gradient nor figures depend on them. Groups whose advantages are all 0 are not run where no KL
+    or entropy term needs them; they count in every denominator of the loss all the same.
 
     Figures are floats over the whole batch. loss and policy_loss are means over its updates; kl
     (where there is a reference), entropy, clip_fraction and ratio_mean are averages over the tokens
@@ -62,7 +65,7 @@ def update(
         objective = reinforcement_objective(part, loss_config)
         prefixed = _prefixed(progress, f"update {number + 1} of {updates_per_batch}")
         gradient, sums = sum_gradients(
-            spec, trainable, frozen, part, objective, micro_batch_size, prefixed
+            spec, trainable, frozen, part, objective, micro_batch_tokens, prefixed, remat
         )
         trainable, optimizer_state, applied = _apply(
             optimizer, trainable, optimizer_state, gradient
@@ -78,7 +81,7 @@ def supervised_update(
     optimizer_state: Any,
     batch: UpdateBatch,
     optimizer: OptimizerConfig,
-    micro_batch_size: int,
+    micro_batch_tokens: int,
     progress: Progress = lambda line: None,
 ) -> Updated:
     """One update towards given completions: their negative log-likelihood, averaged over tokens.
@@ -90,7 +93,7 @@ def supervised_update(
     objective = supervised_objective(batch)
     prefixed = _prefixed(progress, "supervised update")
     gradient, sums = sum_gradients(
-        spec, trainable, frozen, batch, objective, micro_batch_size, prefixed
+        spec, trainable, frozen, batch, objective, micro_batch_tokens, prefixed
     )
     trainable, optimizer_state, figures = _apply(optimizer, trainable, optimizer_state, gradient)
     figures |= {"loss": sums["loss"], "entropy": ratio(sums["entropy"], sums["weight"])}
@@ -102,7 +105,7 @@ def score_batch(
     trainable: Parameters,
     frozen: Parameters,
     batch: UpdateBatch,
-    micro_batch_size: int,
+    micro_batch_tokens: int,
     progress: Progress = lambda line: None,
 ) -> np.ndarray:
     """The log-probability of every completion token, float32 [P, G, T], 0 on padding.
@@ -111,17 +114,18 @@ def score_batch(
     """
     T = batch.completion_tokens_PGT.shape[2]
     is_token_PGT = np.arange(T)[None, None, :] < batch.completion_lengths_PG[:, :, None]
-    parts = divide(is_token_PGT.any(axis=2), micro_batch_size)
-    scores_PGT, num_shared = np.zeros(is_token_PGT.shape, np.float32), batch.num_shared()
-    spread_rows = spread(micro_batches(batch, is_token_PGT.astype(np.float32), parts))
+    shape, parts = batch.divide(is_token_PGT.any(axis=2), micro_batch_tokens)
+    spread_rows = spread(micro_batches(batch, is_token_PGT.astype(np.float32), shape, parts))
+    scores_PGT = np.zeros(is_token_PGT.shape, np.float32)
     starts = range(0, len(parts), num_row_shards())
     for number, (start, rows) in enumerate(zip(starts, spread_rows, strict=True), start=1):
-        scores = np.asarray(_scores(spec, trainable, frozen, rows, num_shared))
+        scores = np.asarray(_scores(spec, trainable, frozen, rows, shape.num_shared))
         scores = scores.reshape(num_row_shards(), *scores.shape[-3:])
-        for part, scores_of_part in zip(parts[start : start + len(scores)], scores, strict=False):
-            prompt_PG = np.broadcast_to(part.prompt_P[:, None], part.member_PG.shape)
-            real = part.is_real_PG
-            scores_PGT[prompt_PG[real], part.member_PG[real]] = scores_of_part[real]
+        for part, scores_PBT in zip(parts[start : start + len(scores)], scores, strict=False):
+            prompt_PBT = np.broadcast_to(part.prompt_P[:, None, None], part.token_PBT.shape)
+            places = prompt_PBT, part.member_PBT, part.token_PBT
+            real = part.is_real_PBT
+            scores_PGT[tuple(place[real] for place in places)] = scores_PBT[real]
         progress(f"scoring: micro-batch {number} of {len(starts)}")
     return scores_PGT
 
@@ -157,19 +161,19 @@ def sum_gradients(
     frozen: Parameters,
     batch: UpdateBatch,
     objective: Objective,
-    micro_batch_size: int,
+    micro_batch_tokens: int,
     progress: Progress,
+    remat: Remat = "none",
 ) -> tuple[Parameters, dict[str, float]]:
     """(gradient, sums) over all micro-batches of what is needed of the batch."""
-    parts = divide(objective.is_needed_PG, micro_batch_size)
-    config = _as_floats(objective.config)
-    gradient, totals, num_shared = _zeros(trainable), {}, batch.num_shared()
-    rows_of_parts = micro_batches(batch, objective.weights_PGT, parts)
+    shape, parts = batch.divide(objective.is_needed_PG, micro_batch_tokens)
+    program = Program(spec, objective.loss_function, shape.num_shared, remat)
+    config, add_to = _as_floats(objective.config), gradient_function(remat)
+    gradient, totals = _zeros(trainable), {}
+    rows_of_parts = micro_batches(batch, objective.weights_PGT, shape, parts)
     num_batches = -(-len(parts) // num_row_shards())
     for number, rows in enumerate(spread(rows_of_parts), start=1):
-        gradient, sums = add_gradient(
-            spec, objective.loss_function, config, trainable, frozen, gradient, rows, num_shared
-        )
+        gradient, sums = add_to(program, config, trainable, frozen, gradient, rows)
         sums = _as_floats(jax.device_get(sums))
         _refuse_non_finite("loss", sums["loss"], f"micro-batch {number} of {num_batches}")
         totals = added(totals, sums)
@@ -193,24 +197,35 @@ def _as_floats(tree):
     return jax.tree.map(float, tree)
 
 
-@partial(
-    jax.jit, static_argnames=("spec", "loss_function", "num_shared"), donate_argnames=("total",)
-)
-def add_gradient(
-    spec: ModelSpec,
-    loss_function: Callable,
+class Program(NamedTuple):
+    """What a gradient program is compiled for, besides the shapes of its arrays."""
+
+    spec: ModelSpec
+    loss_function: Callable
+    num_shared: int
+    remat: Remat
+
+
+def _add_gradient(
+    program: Program,
     config: LossConfig | None,
     trainable: Parameters,
     frozen: Parameters,
     total: Parameters,
     rows: MicroBatch,
-    num_shared: int,
 ) -> tuple[Parameters, Sums]:
     """(total + this micro-batch's gradient of the trainable parameters, its sums)."""
+    is_entropy_fixed = config is None or config.entropy_coefficient is None
 
     def loss(trainable):
         def loss_of_shard(rows):
-            return loss_function(config, rows, *_forward(spec, trainable, frozen, rows, num_shared))
+            scores = completion_logprobs(
+                *(program.spec, trainable, frozen, rows.packed, rows.temperature),
+                num_shared=program.num_shared,
+                is_rematerialised=program.remat == "layer",
+                is_entropy_fixed=is_entropy_fixed,
+            )
+            return program.loss_function(config, rows, *scores)
 
         losses, sums = by_row_shard(loss_of_shard, rows)
         return jnp.sum(losses), sums
@@ -218,6 +233,21 @@ def add_gradient(
     gradient, sums = jax.grad(loss, has_aux=True)(trainable)
     total = jax.tree.map(lambda total, part: total + part.astype(total.dtype), total, gradient)
     return constrain_tree(total), {name: constrain(_whole(name, sums[name])) for name in sums}
+
+
+_jit = partial(jax.jit, static_argnames=("program",), donate_argnames=("total",))
+add_gradient = _jit(_add_gradient)
+# For a CPU, XLA would schedule what is computed again early, beside the forward pass.
+_add_gradient_late = _jit(
+    _add_gradient,
+    compiler_options={"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"},
+)
+
+
+def gradient_function(remat: Remat) -> Callable:
+    """`add_gradient` as it is to be compiled here."""
+    is_late = remat == "layer" and jax.default_backend() == "cpu"
+    return _add_gradient_late if is_late else add_gradient
 
 
 def _whole(name: str, values: jax.Array) -> jax.Array:
@@ -230,16 +260,10 @@ def _scores(
     spec: ModelSpec, trainable: Parameters, frozen: Parameters, rows: MicroBatch, num_shared: int
 ):
     def score(rows):
-        return _forward(spec, trainable, frozen, rows, num_shared)[0]
+        model = (spec, trainable, frozen)
+        return completion_logprobs(*model, rows.packed, rows.temperature, num_shared)[0]
 
     return constrain(by_row_shard(score, rows))
-
-
-def _forward(spec, trainable, frozen, rows: MicroBatch, num_shared: int):
-    return completion_logprobs(
-        *(spec, trainable, frozen, rows.prompt_tokens_PT, rows.prompt_lengths_P),
-        *(rows.completion_tokens_PGT, rows.completion_lengths_PG, rows.temperature, num_shared),
-    )
 
 
 def _zeros(trainable: Parameters) -> Parameters:
@@ -248,8 +272,7 @@ def _zeros(trainable: Parameters) -> Parameters:
 
 
 def _needed(batch: UpdateBatch, config: LossConfig) -> np.ndarray:
-    """Which rollouts to run, boolean [P, G]: whole groups, so that figures are the same however a
-    group is cut into micro-batches."""
+    """Which rollouts to run, boolean [P, G]: of a group all or none."""
     has_tokens_PG = batch.trained_mask().any(axis=2)
     has_kl = batch.reference_logprobs_PGT is not None and config.kl_coefficient != 0
     if has_kl or config.entropy_coefficient is not None:

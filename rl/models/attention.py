@@ -1,9 +1,4 @@
-"""Who attends to whom: the functions that the network's layers are given.
-
-What several sequences begin with is computed once. The packed tokens are, one after the other:
-the `num_shared` tokens that all prompts begin with; the other tokens of each prompt [P, T], T
-counting the shared ones too; the tokens of each completion [P, G, T].
-"""
+"""The attention that the network's layers are given, and its arithmetic over blocks of keys."""
 
 import functools
 from collections.abc import Callable
@@ -18,119 +13,75 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array, Any, AttentionKind], tuple[j
 """(query_NHC, key_NKC, value_NKC, cache and kind of this layer) -> (output_NHC, its cache)."""
 
 _MASKED = -1e30
+_KEYS = {3: "ksc", 4: "kpsc", 5: "kpbsc"}
 
 
-def attend_prompts(num_prompts: int, num_tokens: int, num_shared: int) -> Attend:
-    """Causal attention of right-padded prompts. The cache becomes (key_PTKC, value_PTKC)."""
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def attend_blocks(query_KPBRTC, keys, values, masks, soft_cap):
+    """output_KPBRTC of queries (scaled already) on every key that they see in any block.
 
-    def attend(query_NHC, key_NKC, value_NKC, _, kind):
-        packed = (query_NHC, key_NKC, value_NKC)
-        own_shape = (num_prompts, num_tokens - num_shared)
-        query, key, value = (x[num_shared:].reshape(*own_shape, *x.shape[1:]) for x in packed)
-        if not num_shared:
-            return _attend_causally(query, key, value).reshape(query_NHC.shape), (key, value)
-        shared = [x[None, :num_shared] for x in packed]
-        output_1THC = _attend_causally(*shared)
-        key, value = (
-            jnp.concatenate([jnp.broadcast_to(x, (num_prompts, *x.shape[1:])), own], axis=1)
-            for x, own in zip(shared[1:], (key, value), strict=True)
-        )
-        output_PTHC = _attend_causally(query, key, value)
-        flat = (-1, *query_NHC.shape[1:])
-        output_NHC = jnp.concatenate([output_1THC.reshape(flat), output_PTHC.reshape(flat)])
-        return output_NHC, (key, value)
+    keys, values: a list of arrays [K, S, C], seen by the queries of all p and b, [K, P, S, C], by
+    those of all b, or [K, P, B, S, C]. masks: which query sees which key, bool [P, B, T, S] or
+    broadcasting to it, or None for all; each query sees one key at least. soft_cap: see
+    `AttentionKind`. R query heads share a key head.
 
-    return attend
-
-
-def attend_groups(
-    prompt_lengths_P: jax.Array, num_tokens: int, num_shared: int, group_size: int
-) -> Attend:
-    """Attention of prompts, `num_tokens` long with their padding, and groups of completions."""
-    num_prompts = prompt_lengths_P.shape[0]
-    seen_PS = jnp.arange(num_tokens)[None, :] < prompt_lengths_P[:, None]
-    num_packed = num_shared + num_prompts * (num_tokens - num_shared)
-    attend_packed_prompts = attend_prompts(num_prompts, num_tokens, num_shared)
-
-    def attend(query_NHC, key_NKC, value_NKC, cache, kind):
-        packed = (query_NHC, key_NKC, value_NKC)
-        prompt_output_NHC, (key_PSKC, value_PSKC) = attend_packed_prompts(
-            *(x[:num_packed] for x in packed), None, kind
-        )
-        query, key, value = (
-            x[num_packed:].reshape(num_prompts, group_size, -1, *x.shape[1:]) for x in packed
-        )
-        query = _grouped(query, key.shape[3])
-        causal_TS = jnp.tril(jnp.ones((key.shape[2], key.shape[2]), bool))
-        scores = [
-            _where(seen_PS[:, None, None, None, None], "pgtkrc,pskc->pkgrts", query, key_PSKC),
-            _where(causal_TS[None, None, None, None], "pgtkrc,pgskc->pkgrts", query, key),
-        ]
-        prompt_weights, own_weights = _softmax(scores, value.dtype)
-        output = jnp.einsum("pkgrts,pskc->pgtkrc", prompt_weights, value_PSKC)
-        output += jnp.einsum("pkgrts,pgskc->pgtkrc", own_weights, value)
-        output_NHC = output.reshape(-1, *query_NHC.shape[1:])
-        return jnp.concatenate([prompt_output_NHC, output_NHC]), cache
-
-    return attend
-
-
-def attend_cached(prompt_lengths_P: jax.Array, group_size: int, index: jax.Array | int) -> Attend:
-    """Attention of one new token a row, completion token `index` of its row.
-
-    A layer's cache is (its prompt cache, its own cache), and becomes its own cache with the new
-    token in slot `index`.
+    Scores and softmax are float32. Between the passes one number is kept for each pair of query
+    and key, exp(score - maximum): the gradient of a score is weight * (gradient of the weight -
+    output . its gradient) (Dao et al. 2022, appendix B.2).
     """
-    rows = (prompt_lengths_P.shape[0], group_size)
-
-    def attend(query_NHC, key_NKC, value_NKC, cache, kind):
-        (key_PKCS, value_PKSC), (key_PGKCS, value_PGKSC) = cache
-        packed = (query_NHC, key_NKC, value_NKC)
-        query, key, value = (x.reshape(*rows, *x.shape[1:]) for x in packed)
-        query = _grouped(query, key.shape[2])
-        put = jax.lax.dynamic_update_slice_in_dim
-        key_PGKCS = put(key_PGKCS, key[..., None], index, axis=4)
-        value_PGKSC = put(value_PGKSC, value[..., None, :], index, axis=3)
-        seen_PS = jnp.arange(key_PKCS.shape[-1])[None, :] < prompt_lengths_P[:, None]
-        seen_S = jnp.arange(key_PGKCS.shape[-1]) <= index
-        scores = [
-            _where(seen_PS[:, None, None, None], "pgkrc,pkcs->pkgrs", query, key_PKCS),
-            _where(seen_S[None, None, None, None], "pgkrc,pgkcs->pkgrs", query, key_PGKCS),
-        ]
-        prompt_weights, own_weights = _softmax(scores, value.dtype)
-        output = jnp.einsum("pkgrs,pksc->pgkrc", prompt_weights, value_PKSC)
-        output += jnp.einsum("pkgrs,pgksc->pgkrc", own_weights, value_PGKSC)
-        return output.reshape(query_NHC.shape), (key_PGKCS, value_PGKSC)
-
-    return attend
+    return _forward(query_KPBRTC, keys, values, masks, soft_cap)[0]
 
 
-def _attend_causally(query_PTHC, key_PSKC, value_PSKC):
-    """The queries are those of the last T of S positions."""
-    T, S = query_PTHC.shape[1], key_PSKC.shape[1]
-    query = _grouped(query_PTHC, key_PSKC.shape[2])
-    causal_TS = jnp.tril(jnp.ones((T, S), bool), S - T)
-    scores = _where(causal_TS[None, None, None], "ptkrc,pskc->pkrts", query, key_PSKC)
-    (weights,) = _softmax([scores], value_PSKC.dtype)
-    return jnp.einsum("pkrts,pskc->ptkrc", weights, value_PSKC).reshape(query_PTHC.shape)
+def _forward(query, keys, values, masks, soft_cap):
+    scores = [
+        _masked(_scores(query, key, soft_cap), mask) for key, mask in zip(keys, masks, strict=True)
+    ]
+    maxima = [score.max(axis=-1, keepdims=True) for score in scores]
+    maximum = functools.reduce(jnp.maximum, maxima)
+    terms = [jnp.exp(score - maximum) for score in scores]
+    total = sum(term.sum(axis=-1, keepdims=True) for term in terms)
+    terms = [term.astype(query.dtype) for term in terms]
+    output = sum(
+        _einsum(f"kpbrts,{_KEYS[value.ndim]}->kpbrtc", term, value)
+        for term, value in zip(terms, values, strict=True)
+    )
+    output = (output / total).astype(query.dtype)
+    return output, (query, keys, values, terms, total, output)
 
 
-def _grouped(query: jax.Array, num_kv: int) -> jax.Array:
-    """[..., H, C] -> [..., K, R, C], scaled: R query heads share each key head."""
-    *batch, H, C = query.shape
-    return (query * C**-0.5).reshape(*batch, num_kv, H // num_kv, C)
+def _backward(soft_cap, saved, output_gradient):
+    query, keys, values, terms, total, output = saved
+    scaled = output_gradient.astype(jnp.float32) / total
+    delta = (scaled * output.astype(jnp.float32)).sum(axis=-1, keepdims=True)
+    scaled = scaled.astype(query.dtype)
+    query_gradient, key_gradients, value_gradients = 0.0, [], []
+    for key, value, term in zip(keys, values, terms, strict=True):
+        letters = _KEYS[value.ndim]
+        value_gradients.append(
+            _einsum(f"kpbrts,kpbrtc->{letters}", term, scaled).astype(value.dtype)
+        )
+        weight_gradient = _einsum(f"kpbrtc,{letters}->kpbrts", scaled, value)
+        score_gradient = term * (weight_gradient - delta)
+        _, pull = jax.vjp(functools.partial(_scores, soft_cap=soft_cap), query, key)
+        of_query, of_key = pull(score_gradient)
+        query_gradient += of_query
+        key_gradients.append(of_key)
+    return query_gradient.astype(query.dtype), key_gradients, value_gradients, None
 
 
-def _where(mask, equation: str, query: jax.Array, key: jax.Array) -> jax.Array:
-    """Float32 scores of queries and keys, and none where the mask is false."""
-    scores = jnp.einsum(equation, query, key, preferred_element_type=jnp.float32)
-    return jnp.where(mask, scores, _MASKED)
+attend_blocks.defvjp(_forward, _backward)
 
 
-def _softmax(scores: list[jax.Array], dtype) -> list[jax.Array]:
-    """One softmax over the last axes of several arrays together."""
-    maxima = [score.max(axis=-1, keepdims=True, initial=_MASKED) for score in scores]
-    maximum = jax.lax.stop_gradient(functools.reduce(jnp.maximum, maxima))
-    weights = [jnp.exp(score - maximum) for score in scores]
-    total = sum(weight.sum(axis=-1, keepdims=True) for weight in weights)
-    return [(weight / total).astype(dtype) for weight in weights]
+def _scores(query, key, soft_cap):
+    scores = _einsum(f"kpbrtc,{_KEYS[key.ndim]}->kpbrts", query, key)
+    return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
+
+
+def _masked(scores, mask_PBTS):
+    if mask_PBTS is None:
+        return scores
+    return jnp.where(mask_PBTS[None, :, :, None], scores, _MASKED)
+
+
+def _einsum(equation: str, *arrays) -> jax.Array:
+    return jnp.einsum(equation, *arrays, preferred_element_type=jnp.float32)

@@ -5,6 +5,7 @@ tokens, one token a row); only attention knows how they belong together, and tha
 which the caller passes in. Attribute names are those of Hugging Face's checkpoints.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -42,10 +43,34 @@ class RMSNorm(nnx.Module):
         self.epsilon = epsilon
 
     def __call__(self, x_ND: jax.Array) -> jax.Array:
-        x = x_ND.astype(jnp.float32)
-        variance_N1 = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
-        x *= jax.lax.rsqrt(variance_N1 + self.epsilon)
-        return x.astype(x_ND.dtype) * self.scale[...][None, :]
+        return _norm(self.epsilon, x_ND, self.scale[...])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _norm(epsilon: float, x_ND: jax.Array, scale_D: jax.Array) -> jax.Array:
+    """Keeps its input and one number a token for the backward pass."""
+    return _norm_forward(epsilon, x_ND, scale_D)[0]
+
+
+def _norm_forward(epsilon, x_ND, scale_D):
+    x = x_ND.astype(jnp.float32)
+    inverse_N1 = jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + epsilon)
+    output_ND = (x * inverse_N1).astype(x_ND.dtype) * scale_D[None, :]
+    return output_ND, (x_ND, inverse_N1, scale_D)
+
+
+def _norm_backward(epsilon, saved, gradient_ND):
+    x_ND, inverse_N1, scale_D = saved
+    normed = x_ND.astype(jnp.float32) * inverse_N1
+    of_output = gradient_ND.astype(jnp.float32)
+    of_normed = of_output * scale_D[None, :].astype(jnp.float32)
+    radial_N1 = jnp.mean(of_normed * normed, axis=-1, keepdims=True)
+    of_x = inverse_N1 * (of_normed - normed * radial_N1)
+    of_scale = jnp.sum(of_output * normed, axis=0)
+    return of_x.astype(x_ND.dtype), of_scale.astype(scale_D.dtype)
+
+
+_norm.defvjp(_norm_forward, _norm_backward)
 
 
 class Embedding(nnx.Module):
@@ -71,14 +96,31 @@ class Attention(nnx.Module):
         self.v_proj = _projection(spec, "v_proj", config.hidden_size, num_kv, bias)
         self.o_proj = _projection(spec, "o_proj", num_query, config.hidden_size, bias)
 
-    def __call__(self, x_ND: jax.Array, rope: Rope, attend: Attend, cache: Any):
-        num_tokens = x_ND.shape[0]
-        heads = (num_tokens, -1, self.head_dim)
-        query_NHC = rotate(self.q_proj(x_ND).reshape(heads), rope)
-        key_NKC = rotate(self.k_proj(x_ND).reshape(heads), rope)
-        value_NKC = self.v_proj(x_ND).reshape(heads)
+    def __call__(self, x_ND: jax.Array, rope: Rope, attend: Attend, cache: Any, num_context: int):
+        query_NHC = rotate(self._heads(self.q_proj(x_ND[num_context:])), _after(num_context, rope))
+        key_NKC = rotate(self._heads(self.k_proj(x_ND)), rope)
+        value_NKC = self._heads(self.v_proj(x_ND))
         output_NHC, cache = attend(query_NHC, key_NKC, value_NKC, cache, self.kind)
-        return self.o_proj(output_NHC.reshape(num_tokens, -1)), cache
+        return self.o_proj(output_NHC.reshape(output_NHC.shape[0], -1)), cache
+
+    def _heads(self, x_ND: jax.Array) -> jax.Array:
+        return x_ND.reshape(x_ND.shape[0], -1, self.head_dim)
+
+
+@jax.custom_vjp
+def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """silu(gate) * up. Nothing else is kept for the backward pass, which is one loop."""
+    return jax.nn.silu(gate) * up
+
+
+def _gated_backward(saved, gradient):
+    gate, up = saved
+    sigmoid = jax.nn.sigmoid(gate)
+    silu = gate * sigmoid
+    return gradient * up * (sigmoid + silu * (1.0 - sigmoid)), gradient * silu
+
+
+gated.defvjp(lambda gate, up: (gated(gate, up), (gate, up)), _gated_backward)
 
 
 class MLP(nnx.Module):
@@ -92,7 +134,7 @@ class MLP(nnx.Module):
         self.down_proj = _projection(spec, "down_proj", sizes[1], sizes[0], sizes[2])
 
     def __call__(self, x_ND: jax.Array) -> jax.Array:
-        return self.down_proj(jax.nn.silu(self.gate_proj(x_ND)) * self.up_proj(x_ND))
+        return self.down_proj(gated(self.gate_proj(x_ND), self.up_proj(x_ND)))
 
 
 class Block(nnx.Module):
@@ -103,9 +145,13 @@ class Block(nnx.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, spec.dtype)
         self.mlp = MLP(spec)
 
-    def __call__(self, x_ND: jax.Array, rope: Rope, attend: Attend, cache: Any):
-        attended_ND, cache = self.self_attn(self.input_layernorm(x_ND), rope, attend, cache)
-        x_ND = x_ND + attended_ND
+    def __call__(
+        self, x_ND: jax.Array, rope: Rope, attend: Attend, cache: Any, num_context: int = 0
+    ):
+        """Of the first `num_context` tokens only keys and values are computed, no output."""
+        normed_ND = self.input_layernorm(x_ND)
+        attended_ND, cache = self.self_attn(normed_ND, rope, attend, cache, num_context)
+        x_ND = x_ND[num_context:] + attended_ND
         return x_ND + self.mlp(self.post_attention_layernorm(x_ND)), cache
 
 
@@ -119,15 +165,35 @@ class Transformer(nnx.Module):
         if not config.tie_word_embeddings:
             self.lm_head = Linear(config.hidden_size, config.vocab_size, False, None, spec.dtype)
 
-    def hidden(self, tokens_N, positions_N, attend: Attend, caches: list[Any]):
-        """Tokens at their positions -> (normalised last hidden state hidden_ND, caches)."""
+    def hidden(
+        self,
+        tokens_N: jax.Array,
+        positions_N: jax.Array,
+        attend: Attend,
+        caches: list[Any],
+        num_context: int = 0,
+        is_rematerialised: bool = False,
+    ):
+        """Tokens at their positions -> (normalised last hidden state hidden_ND, caches).
+
+        The first `num_context` tokens are there to be attended to: none of N. `is_rematerialised`:
+        each layer keeps its input alone for the backward pass, which computes the rest once more.
+        """
         x_ND = self.embed_tokens(tokens_N)
         rope = rotary_angles(self.config, positions_N)
         new_caches = []
-        for block, cache in zip(self.layers, caches, strict=True):
-            x_ND, cache = block(x_ND, rope, attend, cache)
+        for number, (block, cache) in enumerate(zip(self.layers, caches, strict=True), start=1):
+            is_last = number == len(self.layers)
+            run = functools.partial(_run_block, block, attend, num_context if is_last else 0)
+            x_ND, cache = (jax.checkpoint(run) if is_rematerialised else run)(x_ND, rope, cache)
             new_caches.append(cache)
         return self.norm(x_ND), new_caches
+
+    def head(self) -> tuple[jax.Array, int]:
+        """(matrix of the output head, which of its axes is the model's width)."""
+        if self.config.tie_word_embeddings:
+            return self.embed_tokens.embedding[...], 1
+        return self.lm_head.kernel[...], 0
 
     def logits(self, hidden_ND: jax.Array) -> jax.Array:
         """Float32 logits_NV of normalised hidden states."""
@@ -135,6 +201,15 @@ class Transformer(nnx.Module):
             return self.lm_head(hidden_ND).astype(jnp.float32)
         embedding_VD = self.embed_tokens.embedding[...]
         return jnp.einsum("nd,vd->nv", hidden_ND, embedding_VD).astype(jnp.float32)
+
+
+def _run_block(block: Block, attend: Attend, num_context: int, x_ND, rope: Rope, cache):
+    return block(x_ND, rope, attend, cache, num_context)
+
+
+def _after(start: int, rope: Rope) -> Rope:
+    cosine, sine = rope
+    return cosine[start:], sine[start:]
 
 
 def _projection(spec: ModelSpec, name: str, num_in: int, num_out: int, bias: bool) -> Linear:

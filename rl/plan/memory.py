@@ -5,14 +5,15 @@ optimizer's moments. In turn, since the stages of a mesh take turns: gradients, 
 key-value cache, and a second copy of parameters. A mesh's peak is what all of its roles hold, and
 the most that one of them needs in turn.
 
-What it does not count: versions that a process keeps only because its memory has room, the room
-that a growing cache needs besides itself, the compiler's scratch space, fragmentation.
+What it does not count: versions that a process keeps only because its memory has room, the pages
+that plain XLA attention gathers besides the pool, the compiler's scratch space, fragmentation.
 """
 
 import functools
 from dataclasses import dataclass
 
-from rl.models.transformer import MAX_LOGITS
+from rl.learner.packing import Shape
+from rl.models.token_scores import MAX_LOGITS
 from rl.plan.dial import Dial, PlannedMesh
 from rl.plan.shape import (
     FLOAT32,
@@ -25,7 +26,7 @@ from rl.plan.shape import (
     trainable,
 )
 from rl.plan.work import Work
-from rl.rollout.batching import bucket, prompt_slots
+from rl.rollout.shapes import MAX_PREFILL_PAIRS, MAX_PREFILL_TOKENS
 
 LOGIT_COPIES = 3
 """Float32 arrays over the vocabulary at once: logits, probabilities, and a gradient or a draw."""
@@ -122,40 +123,44 @@ def _role_memory(
 
 @functools.cache
 def update_activations(work: Work, mesh: PlannedMesh) -> int:
-    """Bytes of one micro-batch's activations on each device, without rematerialisation.
+    """Bytes of one micro-batch's activations on each device.
 
     layers x (tokens x `bytes_per_token` + scores x `bytes_per_score`), and the logits: what JAX
-    saves for the backward pass of `rl.models.layers` and `attention`, read off its residuals.
+    saves for the backward pass of `rl.models.layers` and `attention`, read off its residuals; the
+    last layer keeps less. Rematerialised, only each layer's input, and one layer at a time whole.
     Each row shard has a micro-batch of its own. XLA keeps about 0.8 of this on a CPU.
     """
-    _, prompts, members = work.micro_batches(work.num_prompts // work.num_updates)
-    rows = prompts * members
-    tokens, scores = tokens_and_scores(work, prompts, rows, work.max_tokens)
-    a_layer = tokens * bytes_per_token(work, mesh.tensor) + scores * bytes_per_score(
-        work, mesh.tensor
-    )
-    return int(a_layer * work.spec.config.num_hidden_layers) + logit_bytes(
-        work, rows * work.max_tokens, mesh.tensor
-    )
+    num_groups = work.num_prompts // work.num_updates
+    _, shape = work.micro_batches(num_groups, work.max_tokens, mesh.num_row_shards)
+    config, tensor = work.spec.config, mesh.tensor
+    a_layer = shape.num_tokens * bytes_per_token(work, tensor)
+    a_layer += num_scores(shape) * bytes_per_score(work, tensor)
+    inputs = shape.num_tokens * config.hidden_size * itemsize(work.spec.dtype)
+    layers = config.num_hidden_layers
+    kept = a_layer + layers * inputs if work.is_rematerialised else layers * a_layer
+    return int(kept) + logit_bytes(work, num_targets(shape), tensor)
 
 
-def tokens_and_scores(work: Work, prompts: int, rows: int, length: int) -> tuple[int, int]:
-    """(tokens through the layers, query-key pairs of one head) of a micro-batch with completions
-    of this length: each prompt once, every completion token but its last; masked pairs too."""
-    prompt, own = work.prompt_tokens, length - 1
-    tokens = prompts * prompt + rows * own
-    return tokens, prompts * prompt * prompt + rows * own * (prompt + own)
+def num_targets(shape: Shape) -> int:
+    """Places of a micro-batch whose token is predicted."""
+    return shape.num_prompts * shape.num_bins * shape.bin_size
+
+
+def num_scores(shape: Shape) -> int:
+    """Query-key pairs of one head in a micro-batch: prompts see themselves, and each place of a bin
+    sees the prompt and the bin; masked pairs too."""
+    prompt = shape.prompt_size
+    return shape.num_prompts * prompt**2 + num_targets(shape) * (prompt + shape.bin_size)
 
 
 def bytes_per_token(work: Work, tensor: int) -> float:
-    """Kept of each token by each layer. D, the width, is whole on every device; heads and
-    feed-forward are split over `tensor`.
+    """Kept of each token by each layer, in the model's dtype. D, the width, is whole on every
+    device; heads and feed-forward are split over `tensor`.
 
-    D: float32, the input of each norm and its square's derivative; in the model's dtype, the
-    normalised input where scales are trained, and each norm's output where a kernel or adapter
-    behind it is trained. Heads: queries, keys, values, and the output where o_proj is trained.
-    Feed-forward: gate, up and three of SiLU, and the product where down_proj is trained. Adapters:
-    their inner activation.
+    D: the input of each norm, and its output where a kernel or adapter behind it is trained. Heads:
+    queries, keys, values and the output, which is kept once more where o_proj is trained.
+    Feed-forward: gate, up, and their product where down_proj is trained. Adapters: their inner
+    activation.
     """
     spec, config = work.spec, work.spec.config
     targets = spec.lora.targets if spec.lora else ()
@@ -163,26 +168,22 @@ def bytes_per_token(work: Work, tensor: int) -> float:
     def is_trained(*names: str) -> bool:
         return spec.lora is None or any(name in targets for name in names)
 
-    norm_outputs = is_trained("q_proj", "k_proj", "v_proj") + is_trained("gate_proj", "up_proj")
-    normalised = 0 if spec.lora else 2
-    heads = 1 + is_trained("o_proj")
+    norms = 2 + is_trained("q_proj", "k_proj", "v_proj") + is_trained("gate_proj", "up_proj")
+    heads = 2 + is_trained("o_proj")
     channels = heads * config.num_attention_heads + 2 * config.num_key_value_heads
-    feed_forward = (5 + is_trained("down_proj")) * config.intermediate_size
+    feed_forward = (2 + is_trained("down_proj")) * config.intermediate_size
     adapters = len(targets) * spec.lora.rank if spec.lora else 0
     split = (channels * config.head_dim + feed_forward) / tensor
-    whole = (norm_outputs + normalised) * config.hidden_size + adapters
-    return itemsize(spec.dtype) * (whole + split) + FLOAT32 * 4 * config.hidden_size
+    return itemsize(spec.dtype) * (norms * config.hidden_size + adapters + split)
 
 
 def bytes_per_score(work: Work, tensor: int) -> float:
-    """Kept of each query-key pair by each layer: for each head the masked score and its
-    exponential (float32), the weight (in the model's dtype), and the mask."""
-    spec = work.spec
-    return (2 * FLOAT32 + itemsize(spec.dtype) + 1) * spec.config.num_attention_heads / tensor
+    """Kept of each query-key pair by each layer: for each head exp(score), in the model's dtype."""
+    return itemsize(work.spec.dtype) * work.spec.config.num_attention_heads / tensor
 
 
 def logit_bytes(work: Work, num_tokens: int, tensor: int) -> int:
-    """`completion_logprobs` holds at most MAX_LOGITS logits at once and computes more in chunks."""
+    """`token_scores` holds at most MAX_LOGITS logits at once and computes more in chunks."""
     logits = min(num_tokens * work.spec.config.vocab_size, MAX_LOGITS)
     is_split = work.spec.config.vocab_size % tensor == 0
     return LOGIT_COPIES * FLOAT32 * logits // (tensor if is_split else 1)
@@ -194,23 +195,22 @@ def logit_bytes(work: Work, num_tokens: int, tensor: int) -> int:
 @functools.cache
 def scoring_activations(work: Work, mesh: PlannedMesh) -> int:
     """Bytes of a micro-batch's forward pass alone: one layer at a time, and the logits."""
-    _, prompts, members = work.micro_batches(work.num_prompts)
-    tokens, scores = tokens_and_scores(work, prompts, prompts * members, work.max_tokens)
-    num_logits = prompts * members * work.max_tokens
-    return _forward_bytes(work, work.spec.dtype, tokens, scores, mesh.tensor) + logit_bytes(
-        work, num_logits, mesh.tensor
+    _, shape = work.micro_batches(work.num_prompts, work.max_tokens, mesh.num_row_shards)
+    sizes = (shape.num_tokens, num_scores(shape), mesh.tensor)
+    return _forward_bytes(work, work.spec.dtype, *sizes) + logit_bytes(
+        work, num_targets(shape), mesh.tensor
     )
 
 
 @functools.cache
 def rollout_activations(work: Work, mesh: PlannedMesh) -> int:
-    """Bytes of computing a batch's prompts, or of drawing a token for each row: whichever is more.
-    Every row's logits are whole where a token is drawn."""
-    plan = work.decode_plan(mesh.num_row_shards)
-    prompts = plan.num_prompts // mesh.num_row_shards
-    tokens, scores = prompts * work.prompt_tokens, prompts * work.prompt_tokens**2
+    """Bytes of computing the prompts of a dispatch, or of drawing a token for each row: whichever
+    is more. Every row's logits are whole where a token is drawn."""
+    demand = work.demand(mesh.num_row_shards)
+    tokens = min(demand.num_open_prompts * work.prompt_tokens, MAX_PREFILL_TOKENS)
+    scores = min(tokens * work.prompt_tokens, MAX_PREFILL_PAIRS)
     prefill = _forward_bytes(work, work.rollout_dtype, tokens, scores, mesh.tensor)
-    logits = prompts * plan.group_size * work.spec.config.vocab_size
+    logits = demand.num_rows * work.spec.config.vocab_size
     return max(prefill, LOGIT_COPIES * FLOAT32 * logits)
 
 
@@ -237,10 +237,9 @@ def cache_bytes_per_token(work: Work) -> int:
 
 @functools.cache
 def cache_bytes(work: Work, mesh: PlannedMesh) -> int:
-    """The largest batch's cache on each device: a group's prompt once and every row's completion,
-    in the engine's padded slots, rows over data and fsdp, heads over tensor."""
-    plan = work.decode_plan(mesh.num_row_shards)
-    prompts = plan.num_prompts // mesh.num_row_shards
-    own_slots = bucket(work.max_tokens - 1) if work.max_tokens > 1 else 0
-    slots = prompts * (prompt_slots(bucket(work.prompt_tokens)) + plan.group_size * own_slots)
-    return slots * cache_bytes_per_token(work) // mesh.tensor
+    """A replica's pages on each of its devices, heads over tensor, within the config's budget."""
+    of_page = work.page_size * cache_bytes_per_token(work)
+    num_pages = work.demand(mesh.num_row_shards).num_pages(work.page_size)
+    if work.kv_cache_bytes is not None:
+        num_pages = min(num_pages, work.kv_cache_bytes // of_page)
+    return num_pages * of_page // mesh.tensor

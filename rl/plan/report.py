@@ -70,7 +70,7 @@ def _run(plan: Plan) -> dict[str, Any]:
         "prompt_tokens": work.prompt_tokens,
         "completion_tokens": work.completion_tokens,
         "max_tokens": work.max_tokens,
-        "micro_batch_size": work.micro_batch_size,
+        "micro_batch_tokens": work.micro_batch_tokens,
         "max_rows": work.max_rows,
         "cache_bytes_per_token": cache_bytes_per_token(work),
         "lag": plan.dial.lag,

@@ -13,10 +13,10 @@ import functools
 import math
 from dataclasses import dataclass
 
-from rl.models.transformer import MAX_LOGITS
+from rl.models.token_scores import MAX_LOGITS
 from rl.plan.dial import PlannedMesh
 from rl.plan.hardware import Device
-from rl.plan.memory import cache_bytes_per_token, tokens_and_scores
+from rl.plan.memory import cache_bytes_per_token, num_scores, num_targets
 from rl.plan.shape import (
     FLOAT32,
     device_size,
@@ -81,12 +81,13 @@ def forward_flops(work: Work, tokens: int, scores: int, num_logits: int) -> floa
 
 def gradient_flops(work: Work, tokens: int, scores: int, num_logits: int) -> float:
     """Forward and backward: 6 a trained parameter and token, 4 a frozen one, attention thrice;
-    logits that are computed in chunks are computed twice."""
+    logits that are computed in chunks are computed twice, rematerialised layers too."""
     n, is_full = kernels(work), work.spec.lora is None
     forward = forward_flops(work, tokens, scores, num_logits)
     saved = 0 if is_full else 2 * n.layers * tokens + 2 * n.head * num_logits
     is_chunked = num_logits * work.spec.config.vocab_size > MAX_LOGITS
-    return 3 * forward - saved + (2 * n.head * num_logits if is_chunked else 0)
+    again = forward_flops(work, tokens, scores, 0) if work.is_rematerialised else 0
+    return 3 * forward + again - saved + (2 * n.head * num_logits if is_chunked else 0)
 
 
 # Stages
@@ -95,11 +96,10 @@ def gradient_flops(work: Work, tokens: int, scores: int, num_logits: int) -> flo
 @functools.cache
 def update_bound(work: Work, mesh: PlannedMesh, device: Device) -> Bound:
     """All updates of an iteration: each row shard computes one micro-batch at a time."""
-    num_parts, prompts, members = work.micro_batches(work.num_prompts // work.num_updates)
-    rounds = work.num_updates * math.ceil(num_parts / mesh.num_row_shards)
-    rows = prompts * members
-    tokens, scores = tokens_and_scores(work, prompts, rows, work.completion_tokens)
-    flops = gradient_flops(work, tokens, scores, rows * work.completion_tokens)
+    num_groups, shards = work.num_prompts // work.num_updates, mesh.num_row_shards
+    num_parts, shape = work.micro_batches(num_groups, work.completion_tokens, shards)
+    rounds, tokens = work.num_updates * math.ceil(num_parts / shards), shape.num_tokens
+    flops = gradient_flops(work, tokens, num_scores(shape), num_targets(shape))
     moved = gather_bytes(work, mesh, work.spec.dtype) + reduce_bytes(work, mesh)
     moved += 2 * tensor_bytes(work, mesh, tokens, work.spec.dtype)
     return Bound(
@@ -111,11 +111,10 @@ def update_bound(work: Work, mesh: PlannedMesh, device: Device) -> Bound:
 @functools.cache
 def scoring_bound(work: Work, mesh: PlannedMesh, device: Device) -> Bound:
     """Log-probabilities of all rollouts: a forward pass."""
-    num_parts, prompts, members = work.micro_batches(work.num_prompts)
-    rounds = math.ceil(num_parts / mesh.num_row_shards)
-    rows = prompts * members
-    tokens, scores = tokens_and_scores(work, prompts, rows, work.completion_tokens)
-    flops = forward_flops(work, tokens, scores, rows * work.completion_tokens)
+    shards = mesh.num_row_shards
+    num_parts, shape = work.micro_batches(work.num_prompts, work.completion_tokens, shards)
+    rounds, tokens = math.ceil(num_parts / shards), shape.num_tokens
+    flops = forward_flops(work, tokens, num_scores(shape), num_targets(shape))
     moved = gather_bytes(work, mesh, work.spec.dtype)
     moved += tensor_bytes(work, mesh, tokens, work.spec.dtype)
     return Bound(
@@ -127,10 +126,11 @@ def scoring_bound(work: Work, mesh: PlannedMesh, device: Device) -> Bound:
 
 @dataclass(frozen=True)
 class Decoding:
-    """`rows` are those of all replicas, decoded at once; a step adds a token to each of them."""
+    """`rows` are those of all replicas, decoded at once; a step adds a token to each of them.
+    `num_turns`: how often all of them are filled anew."""
 
     rows: int
-    num_batches: int
+    num_turns: float
     prefill: Bound
     step: Bound
     num_steps: int
@@ -142,16 +142,16 @@ class Decoding:
     @property
     def seconds(self) -> float:
         """Of an iteration's rollouts."""
-        return self.num_batches * (self.prefill.seconds + self.num_steps * self.step.seconds)
+        return self.num_turns * (self.prefill.seconds + self.num_steps * self.step.seconds)
 
 
 @functools.cache
 def decoding(work: Work, mesh: PlannedMesh, device: Device) -> Decoding:
     """A step streams the weights of its tensor shard once for all rows of a replica, and their
     caches at half of their completions' length; what a group shares is read once."""
-    plan = work.decode_plan(mesh.num_row_shards)
-    prompts = plan.num_prompts // mesh.num_row_shards
-    rows, flop_rate = prompts * plan.group_size, device.flops(work.rollout_dtype)
+    demand = work.demand(mesh.num_row_shards)
+    rows, flop_rate = demand.num_rows, device.flops(work.rollout_dtype)
+    prompts = rows / work.group_size
     weights = streamed_bytes(work, mesh, work.rollout_dtype)
     half = work.completion_tokens / 2
     cached = (prompts * work.prompt_tokens + rows * half) * cache_bytes_per_token(work)
@@ -172,8 +172,10 @@ def decoding(work: Work, mesh: PlannedMesh, device: Device) -> Decoding:
         memory=weights / device.bandwidth,
         link=(gathered + tensor_bytes(work, mesh, tokens, work.rollout_dtype)) / device.link,
     )
+    num_turns = demand.num_prompts * work.group_size / rows
+    num_rows = rows * mesh.num_row_shards
     num_steps = work.completion_tokens - 1  # the first token comes with the prompts
-    return Decoding(rows * mesh.num_row_shards, len(plan.batches), prefill, step, num_steps)
+    return Decoding(num_rows, num_turns, prefill, step, num_steps)
 
 
 def steps_per_dispatch(work: Work, num_rows: int) -> float:

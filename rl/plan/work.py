@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rl.learner.batch import divide
+from rl.learner.packing import Shape, divide
 from rl.mesh import roles_on_meshes
 from rl.models.spec import LoraConfig, ModelConfig, ModelSpec
-from rl.rollout.batching import Plan, plan_batches
+from rl.rollout.pages import Demand
+from rl.rollout.shapes import padded_length
 from rl.schedule import is_anchored
 from rl.tasks import make_prompts
 
@@ -34,7 +35,10 @@ class Work:
     completion_tokens: int
     max_tokens: int
     max_rows: int
-    micro_batch_size: int
+    page_size: int
+    kv_cache_bytes: int | None
+    micro_batch_tokens: int
+    is_rematerialised: bool
 
     @property
     def num_rows(self) -> int:
@@ -48,15 +52,26 @@ class Work:
         """Whether the actor scores the rollouts before the update."""
         return self.is_anchored or lag > 0
 
-    def micro_batches(self, num_prompts: int) -> tuple[int, int, int]:
-        """(how many, prompts of each, members of each group in it) of so many groups."""
-        parts = divide(np.ones((num_prompts, self.group_size), bool), self.micro_batch_size)
-        return len(parts), *parts[0].member_PG.shape
+    def micro_batches(
+        self, num_prompts: int, length: int, num_shards: int = 1
+    ) -> tuple[int, Shape]:
+        """(how many, the shape of each) of so many groups of completions of this length."""
+        is_needed = np.ones((num_prompts, self.group_size), bool)
+        shape, parts = divide(
+            is_needed,
+            np.full(is_needed.shape, length),
+            np.full(num_prompts, self.prompt_tokens),
+            self.micro_batch_tokens,
+            max_tokens=self.max_tokens,
+            num_shards=num_shards,
+        )
+        return len(parts), shape
 
-    def decode_plan(self, num_shards: int) -> Plan:
-        """The batches that the rollout engine decodes, over so many row shards."""
-        lengths = [self.prompt_tokens] * self.num_prompts
-        return plan_batches(lengths, self.group_size, self.max_rows, num_shards)
+    def demand(self, num_shards: int) -> Demand:
+        """What each replica of the rollout engine samples, over so many row shards."""
+        num_prompts = -(-self.num_prompts // num_shards)
+        lengths = (padded_length(self.prompt_tokens), self.max_tokens)
+        return Demand(*lengths, num_prompts, self.group_size, self.max_rows)
 
 
 def work_of(run: Mapping, model: ModelConfig, prompt_tokens: int, completion_tokens: int) -> Work:
@@ -76,7 +91,10 @@ def work_of(run: Mapping, model: ModelConfig, prompt_tokens: int, completion_tok
         completion_tokens=completion_tokens,
         max_tokens=max(rollout["max_tokens"], completion_tokens),
         max_rows=rollout["max_rows"],
-        micro_batch_size=learner["micro_batch_size"],
+        page_size=rollout["page_size"],
+        kv_cache_bytes=rollout["kv_cache_mb"] and rollout["kv_cache_mb"] * 2**20,
+        micro_batch_tokens=learner["micro_batch_tokens"],
+        is_rematerialised=learner["remat"] == "layer",
     )
 
 

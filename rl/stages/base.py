@@ -36,6 +36,9 @@ from rl.sync import load_base, tokenizer_of
 from rl.tasks import iteration_window
 from rl.weights import write_parameters
 
+WARM_START_TOKENS = 4096
+"""Of a micro-batch of supervised training."""
+
 
 def init_policy(job: Request, context: Context) -> str:
     """Any model source as a Hugging Face folder with a manifest."""
@@ -103,7 +106,7 @@ def warm_start(job: Request, context: Context) -> str:
         rows = iteration_window(prompts.num_rows, size, settings["seed"], number)
         batch = pack_supervised([tokens[row] for row in rows], [answers[row] for row in rows])
         trainable, state, figures = supervised_update(
-            spec, trainable, {}, state, batch, optimizer, micro_batch_size=size
+            spec, trainable, {}, state, batch, optimizer, WARM_START_TOKENS
         )
         if number % 50 == 0:
             context.progress(

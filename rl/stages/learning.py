@@ -46,9 +46,10 @@ def update_actor(job: Request, context: Context) -> str:
             batch,
             _loss_config(config),
             _optimizer_config(config["optimizer"]),
-            job.cost["micro_batch_size"],
+            job.cost["micro_batch_tokens"],
             config["learner.updates_per_batch"],
             progress=watched(context, job.stage),
+            remat="layer" if job.cost["remat"] else "none",
         )
     figures |= off_policy_figures
     if rollouts["policy_version"][0].as_py() < policy.version:

@@ -39,7 +39,7 @@ def _write_logprobs(job: Request, context: Context, kind: str, spec, trainable, 
             trainable,
             frozen,
             batch,
-            job.cost["micro_batch_size"],
+            job.cost["micro_batch_tokens"],
             watched(context, job.stage),
         )
     values = unpack(logprobs_PGT, batch, rollouts["group_id"].to_pylist())

@@ -185,7 +185,7 @@ def test_a_mesh_for_the_rollouts_changes_no_content(workplace, tmp_path):
     [
         ("actor_mesh=0", "limit actor_mesh is 0, expected at least 1"),
         ("actr_mesh=1", "limit actr_mesh is unknown, expected one of actor_mesh"),
-        ("micro_batch_size=1", "micro_batch_size"),
+        ("micro_batch_tokens=1", "micro_batch_tokens"),
     ],
 )
 def test_a_limit_that_would_change_what_a_rule_takes_is_refused(timed, limit, words):

@@ -63,7 +63,8 @@ def test_more_iterations_only_add_jobs(copied):
 
 
 def test_a_setting_of_cost_alone_runs_nothing(copied):
-    costs = {"learner__micro_batch_size": 2, "rollout__max_rows": 4}
+    costs = {"learner__micro_batch_tokens": 100, "learner__remat": "layer", "rollout__max_rows": 4}
+    costs |= {"rollout__page_size": 8, "rollout__kv_cache_mb": 64}
     config = changed(copied, checks__max_logprob_drift=0.02, **costs)
     assert "Nothing to be done" in copied.run(config=config)
 

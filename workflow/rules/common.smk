@@ -101,7 +101,18 @@ def slice_of(name):
 # Text, since Snakemake scales a number down in silence to a limit of the same name.
 def cost(key, block, choose=run_of):
     """A setting that changes cost alone, so that it is no reason to run a stage again."""
-    return lambda wildcards: str(choose(wildcards)[block][key])
+    return lambda wildcards: json.dumps(choose(wildcards)[block][key])
+
+
+def engine_costs(choose=run_of):
+    """What the rollout engine may use."""
+    keys = ("max_rows", "page_size", "kv_cache_mb")
+    return {key: cost(key, "rollout", choose) for key in keys}
+
+
+def is_rematerialised(wildcards):
+    """Whether the update computes layers again rather than keep them: 0 or 1."""
+    return str(int(run_of(wildcards)["learner"]["remat"] == "layer"))
 
 
 def lag_of(wildcards):

@@ -18,7 +18,7 @@ rule evaluate_base:
         "../envs/meshdial.yaml"
     resources:
         **on_mesh("rollout", one_of(EVALUATIONS, "evaluation")),
-        max_rows=cost("max_rows", "rollout", one_of(EVALUATIONS, "evaluation")),
+        **engine_costs(one_of(EVALUATIONS, "evaluation")),
     params:
         config=shared_slice("evaluate_policy", EVALUATIONS, "evaluation"),
     shell:
@@ -26,7 +26,7 @@ rule evaluate_base:
             "evaluate_policy",
             inputs="base prompts",
             outputs="evaluation",
-            costs="max_rows",
+            costs="max_rows page_size kv_cache_mb",
         )
 
 
@@ -46,8 +46,8 @@ rule evaluate_policy:
         "../envs/meshdial.yaml"
     resources:
         **on_mesh("rollout"),
+        **engine_costs(),
         last=last_iteration,
-        max_rows=cost("max_rows", "rollout"),
     params:
         config=slice_of("evaluate_policy"),
     shell:
@@ -55,5 +55,5 @@ rule evaluate_policy:
             "evaluate_policy",
             inputs="weights base prompts",
             outputs="evaluation",
-            costs="max_rows",
+            costs="max_rows page_size kv_cache_mb",
         )

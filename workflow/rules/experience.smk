@@ -41,8 +41,8 @@ rule generate_rollouts:
         "../envs/meshdial.yaml"
     resources:
         **on_mesh("rollout"),
+        **engine_costs(),
         last=last_iteration,
-        max_rows=cost("max_rows", "rollout"),
         lag=lag_of,
     params:
         config=slice_of("generate_rollouts"),
@@ -51,7 +51,7 @@ rule generate_rollouts:
             "generate_rollouts",
             inputs="weights base prompts",
             outputs="rollouts",
-            costs="max_rows lag",
+            costs="max_rows page_size kv_cache_mb lag",
         )
 
 
@@ -96,7 +96,7 @@ rule reference_logprobs:
     resources:
         **on_mesh("reference"),
         last=last_iteration,
-        micro_batch_size=cost("micro_batch_size", "learner"),
+        micro_batch_tokens=cost("micro_batch_tokens", "learner"),
     params:
         config=slice_of("reference_logprobs"),
     shell:
@@ -104,7 +104,7 @@ rule reference_logprobs:
             "reference_logprobs",
             inputs="rollouts base",
             outputs="reference",
-            costs="micro_batch_size",
+            costs="micro_batch_tokens",
         )
 
 
@@ -124,7 +124,7 @@ rule policy_logprobs:
     resources:
         **on_mesh("actor"),
         last=last_iteration,
-        micro_batch_size=cost("micro_batch_size", "learner"),
+        micro_batch_tokens=cost("micro_batch_tokens", "learner"),
     params:
         config=slice_of("policy_logprobs"),
     shell:
@@ -132,7 +132,7 @@ rule policy_logprobs:
             "policy_logprobs",
             inputs="rollouts policy base",
             outputs="policy_logprobs",
-            costs="micro_batch_size",
+            costs="micro_batch_tokens",
         )
 
 

@@ -25,7 +25,8 @@ rule update_actor:
     resources:
         **on_mesh("actor"),
         last=last_iteration,
-        micro_batch_size=cost("micro_batch_size", "learner"),
+        micro_batch_tokens=cost("micro_batch_tokens", "learner"),
+        remat=is_rematerialised,
     params:
         config=slice_of("update_actor"),
     shell:
@@ -33,7 +34,7 @@ rule update_actor:
             "update_actor",
             inputs="policy base rollouts advantages reference policy_logprobs",
             outputs="policy figures",
-            costs="micro_batch_size",
+            costs="micro_batch_tokens remat",
         )
 
 
