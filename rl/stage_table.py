@@ -30,20 +30,20 @@ SAMPLING = (
 STAGES = {
     "init_policy": StageSpec(2, ("model",)),
     "prepare_prompts": StageSpec(1, ("task",)),
-    "warm_start": StageSpec(2, ("warm_start", "rollout.max_tokens")),
+    "warm_start": StageSpec(3, ("warm_start", "rollout.max_tokens")),
     "start_policy": StageSpec(1, ("seed", "lora", "optimizer.name")),
     "sync_weights": StageSpec(2, ("lora", "rollout.dtype")),
     "generate_rollouts": StageSpec(
-        1, ("seed", "lora", "rollout.prompts_per_iteration", "rollout.group_size", *SAMPLING)
+        2, ("seed", "lora", "rollout.prompts_per_iteration", "rollout.group_size", *SAMPLING)
     ),
     "score_rewards": StageSpec(
         1, ("seed", "reward.functions", "reward.time_limit_s", "reward.memory_limit_mb")
     ),
-    "reference_logprobs": StageSpec(1, ("rollout.temperature", "rollout.max_tokens")),
-    "policy_logprobs": StageSpec(1, ("lora", "rollout.temperature", "rollout.max_tokens")),
+    "reference_logprobs": StageSpec(2, ("rollout.temperature", "rollout.max_tokens")),
+    "policy_logprobs": StageSpec(2, ("lora", "rollout.temperature", "rollout.max_tokens")),
     "estimate_advantages": StageSpec(1, ("algorithm.deviation",)),
     "update_actor": StageSpec(
-        2,
+        3,
         (
             *("lora", "rollout.temperature", "rollout.max_tokens", "learner.updates_per_batch"),
             *("algorithm.clip_low", "algorithm.clip_high", "algorithm.aggregation", "algorithm.kl"),
@@ -52,7 +52,7 @@ STAGES = {
     ),
     "check_iteration": StageSpec(2, ("lag",)),
     "evaluate_policy": StageSpec(
-        1,
+        2,
         (
             *("lora", "evaluation.temperature", "evaluation.max_prompts", "evaluation.functions"),
             *("reward.time_limit_s", "reward.memory_limit_mb"),
