@@ -285,7 +285,7 @@ _THREADS = """
 import jax, numpy as np
 from rl.models.spec import AttentionKind
 from rl.rollout.attention import cpu
-assert cpu.is_available()
+assert cpu.why_not() is None
 random = np.random.default_rng(0)
 draw = lambda *shape: random.standard_normal(shape).astype(np.float32)
 table_BN = np.arange(1, 1 + 24 * 32, dtype=np.int32).reshape(24, 32)

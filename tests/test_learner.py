@@ -29,6 +29,7 @@ from rl.learner.update import (
     reinforcement_objective,
     sum_gradients,
 )
+from rl.models import shared_prefix
 from rl.models.spec import LoraConfig, ModelConfig, ModelSpec
 from rl.models.transformer import init_lora, init_parameters
 
@@ -294,6 +295,20 @@ def test_micro_batch_tokens_change_neither_gradient_nor_figures(config, changes,
         assert others.keys() == figures.keys()
         for name, value in figures.items():
             np.testing.assert_allclose(others[name], value, rtol=1e-5, atol=1e-7, err_msg=name)
+
+
+def test_what_all_prompts_share_is_computed_once_and_changes_nothing(monkeypatch):
+    data = rollouts() | ON_POLICY
+    preamble = np.random.default_rng(5).integers(0, 11, 19).tolist()
+    data["prompt_tokens"] = [[*preamble, *prompt] for prompt in data["prompt_tokens"]]
+    packed = pack(**data)
+    assert packed.num_shared() == 16
+    found, sums = gradient(LOSS, packed, 60, FULL)
+    monkeypatch.setattr(shared_prefix, "PREFIX_MULTIPLE", 1000)
+    assert packed.num_shared() == 0
+    expected, others = gradient(LOSS, packed, WHOLE, FULL)
+    assert_close(found, expected)
+    assert sums == pytest.approx(others, rel=1e-5, abs=1e-6)
 
 
 def test_masked_tokens_never_contribute_even_when_they_are_nan():

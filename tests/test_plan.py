@@ -194,14 +194,14 @@ def test_the_cache_of_a_token():
 def test_the_cache_holds_pages_of_prompts_and_of_samples():
     # 2 layers x 2 heads x 32 x 2 x 4 bytes = 1024 a token, 16 tokens a page. 4 prompts of 16 tokens
     # have a page and a last page, 16 samples of up to 30 have 3 (the first begins with the prompt's
-    # rest); 16 / 2 to spare and the trash page.
+    # rest); 16 to spare and the trash page; in multiples of 16.
     work, of_page = make_work(TINY, max_tokens=30), 16 * 1024
-    assert cache_bytes(work, ONE) == of_page * (4 * 2 + 16 * 3 + 8 + 1)
+    assert cache_bytes(work, ONE) == of_page * (4 * 2 + 16 * 3 + 16 + 1 + 7)
     # On two replicas of two devices: two prompts each, one of the two heads.
     mesh = PlannedMesh("m", data=2, tensor=2)
-    assert cache_bytes(work, mesh) == of_page * (2 * 2 + 8 * 3 + 4 + 1) // 2
+    assert cache_bytes(work, mesh) == of_page * (2 * 2 + 8 * 3 + 8 + 1 + 3) // 2
     # `max_rows` bounds the samples at once: four of a group, and room for the prompt after it.
-    assert cache_bytes(replace(work, max_rows=4), ONE) == of_page * (2 * 2 + 4 * 3 + 2 + 1)
+    assert cache_bytes(replace(work, max_rows=4), ONE) == of_page * (2 * 2 + 4 * 3 + 4 + 1 + 3)
     # The config's budget is never exceeded.
     assert cache_bytes(replace(work, kv_cache_bytes=10 * of_page - 1), ONE) == 9 * of_page
 

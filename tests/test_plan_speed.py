@@ -134,7 +134,7 @@ def test_decoding_in_turns_and_shards():
 
 
 def test_weights_are_gathered_once_a_dispatch():
-    assert steps_per_dispatch(make_work(), 64) == 1
+    assert steps_per_dispatch(make_work(LLAMA_70B), 64) == 1
     assert steps_per_dispatch(make_work(TINY), 1) == 8
     work, mesh = make_work(TINY), PlannedMesh("m", fsdp=2)
     link = gather_bytes(work, mesh, "float32") / 8 / DEVICE.link

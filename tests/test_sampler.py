@@ -453,7 +453,7 @@ def test_a_prompt_that_does_not_fit_is_named(prompts, message):
 
 
 def test_a_cache_that_is_too_small_for_one_sample_is_refused():
-    message = r"rollout.kv_cache_mb allows 0.01562 MiB .*, and one sample of 57 tokens needs 0.0234"
+    message = r"rollout.kv_cache_mb allows 0.01562 MiB .*, and a sample of 49 tokens needs 0.0234"
     with pytest.raises(MeshdialError, match=message):
         rollouts(kv_cache_bytes=4 * page_bytes(SPEC, 16))
 

@@ -1,8 +1,9 @@
 """The learner turns one batch of scored rollouts into the next policy version.
 
-1. `pack` lays the rollouts out by groups, padded to few shapes.
+1. `pack` lays the rollouts out by groups.
 2. `update` divides the batch into updates, each with token weights over all of its tokens.
-3. Each update adds up the gradients of its micro-batches, all of one shape, in place.
+3. Each update packs its completions into micro-batches under a budget of tokens, all of one shape,
+   a group's prompt once in each, and adds up their gradients in place.
 4. The optimizer clips the sum and applies it to the trainable parameters, which it overwrites.
 
 `supervised_update` does the same with the likelihood of given completions, and `score_batch`

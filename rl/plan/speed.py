@@ -28,7 +28,7 @@ from rl.plan.shape import (
 )
 from rl.plan.work import Work
 from rl.rollout.decode import MAX_STEPS
-from rl.rollout.engine import FLOPS_A_DISPATCH
+from rl.rollout.engine import ACCELERATORS_FLOPS_A_DISPATCH
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ def decoding(work: Work, mesh: PlannedMesh, device: Device) -> Decoding:
 def steps_per_dispatch(work: Work, num_rows: int) -> float:
     """As the rollout engine chooses them; weights are gathered once a dispatch."""
     flops = 2 * num_parameters(tensors(work.spec)) * num_rows
-    return min(max(FLOPS_A_DISPATCH // flops, 1), MAX_STEPS)
+    return min(max(ACCELERATORS_FLOPS_A_DISPATCH // flops, 1), MAX_STEPS)
 
 
 # Bytes that each device reads or sends

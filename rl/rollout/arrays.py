@@ -3,6 +3,8 @@
 There is a list for each replica; where there are several, the arrays lead with their axis.
 """
 
+import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -14,7 +16,12 @@ from rl.rollout.decode import MAX_STEPS, Chunks, Rows
 from rl.rollout.pages import TRASH, num_pages_for
 from rl.rollout.sampling import draw_uniforms
 from rl.rollout.scheduler import Chunk, Sample
-from rl.rollout.shapes import chunk_length, max_chunks, num_first_rows_for, power_of_two
+from rl.rollout.shapes import (
+    chunk_length,
+    max_chunks,
+    num_first_rows_for,
+    power_of_two,
+)
 
 MAX_MEMBERS = 8
 """Most rows of a prompt that attend to its pages in one product."""
@@ -27,7 +34,8 @@ class Assembler:
         self.page_size = page_size
         self.max_pages = max_pages  # of a sample, with room for the steps that overrun its end
         self.pad_id = pad_id
-        self.num_members = min(power_of_two(group_size), MAX_MEMBERS)
+        # Samples that have no group share what their prompts begin with.
+        self.num_members = min(power_of_two(group_size), MAX_MEMBERS) if group_size > 1 else 8
 
     # Prefill
 
@@ -109,8 +117,12 @@ class Assembler:
         numbers = np.zeros((4, num_rows), np.int32)
         table_BN = np.full((num_rows, self.max_pages), TRASH, np.int32)
         for row, sample in enumerate(samples):
-            last = sample.row.tokens[-1] if sample.row.tokens else sample.prompt.tokens[-1]
-            numbers[:, row] = last, len(sample.row.tokens), sample.num_left, sample.position
+            numbers[:, row] = (
+                sample.row.tokens[-1],
+                len(sample.row.tokens),
+                sample.num_left,
+                sample.position,
+            )
             table_BN[row, : len(sample.pages)] = sample.pages
         return Rows(*numbers[:3], Places(table_BN, numbers[3], prompts))
 
@@ -127,26 +139,27 @@ class Assembler:
         return uniforms if len(running) > 1 else uniforms[:, 0]
 
     def _shared_prompts(self, running: list[list[Sample]], num_rows: int) -> list[SharedPrompts]:
-        units = [_units(samples, self.num_members) for samples in running]
+        runs = [_shared_runs(samples) for samples in running]
+        units = [_units(runs_of, self.num_members) for runs_of in runs]
         num_units, num_members = 2 * num_rows // self.num_members, self.num_members
-        if num_units > num_rows or max(map(len, units)) > num_units:
-            units = [_units(samples, 1) for samples in running]
+        if max(map(len, units)) > num_units:
+            units = [_units(runs_of, 1) for runs_of in runs]
             num_units, num_members = num_rows, 1
-        everything = [sample for samples in running for sample in samples]
-        num_shared = max(sample.num_shared for sample in everything)
-        most_own = max(self._num_own(sample) for sample in everything)
-        shape = (num_units, num_members, num_shared and power_of_two(num_shared), most_own)
+        num_shared = max((len(run) for replica in runs for run in replica), default=0)
+        num_own = max(
+            num_pages_for(sample.position, self.page_size) - len(run)
+            for samples, replica in zip(running, runs, strict=True)
+            for sample, run in zip(samples, replica, strict=True)
+        )
+        # Each width is a program of its own, and what is gathered in vain costs time.
+        widths = (num_shared and power_of_two(num_shared, 8), power_of_two(num_own, 4))
+        shape = (num_units, num_members, *widths)
         return [
-            self._prompts_of(samples, units, num_rows, shape)
-            for samples, units in zip(running, units, strict=True)
+            self._prompts_of(*replica, num_rows, shape)
+            for replica in zip(running, runs, units, strict=True)
         ]
 
-    def _num_own(self, sample: Sample) -> int:
-        """Pages with something in them after the shared ones, in few sizes."""
-        num_tokens = sample.position - sample.num_shared * self.page_size
-        return power_of_two(num_pages_for(num_tokens, self.page_size), 4)
-
-    def _prompts_of(self, samples, units: list[list[int]], num_rows: int, shape) -> SharedPrompts:
+    def _prompts_of(self, samples, runs, units: list[list[int]], num_rows: int, shape):
         num_units, num_members, num_shared, num_own = shape
         pages_UN = np.full((num_units, num_shared), TRASH, np.int32)
         lengths_U = np.zeros(num_units, np.int32)
@@ -154,15 +167,15 @@ class Assembler:
         place_B, own_start_B = np.zeros((2, num_rows), np.int32)
         own_pages_BN = np.full((num_rows, num_own), TRASH, np.int32)
         for unit, rows in enumerate(units):
-            first = samples[rows[0]]
-            pages_UN[unit, : first.num_shared] = first.pages[: first.num_shared]
-            lengths_U[unit] = first.num_shared * self.page_size
+            run = runs[rows[0]]
+            pages_UN[unit, : len(run)] = run
+            lengths_U[unit] = len(run) * self.page_size
             rows_UM[unit, : len(rows)] = rows
             place_B[rows] = unit * num_members + np.arange(len(rows))
-        for row, sample in enumerate(samples):
-            own = sample.pages[sample.num_shared :][:num_own]
+        for row, (sample, run) in enumerate(zip(samples, runs, strict=True)):
+            own = sample.pages[len(run) :][:num_own]
             own_pages_BN[row, : len(own)] = own
-            own_start_B[row] = sample.num_shared * self.page_size
+            own_start_B[row] = len(run) * self.page_size
         return SharedPrompts(pages_UN, lengths_U, rows_UM, place_B, own_pages_BN, own_start_B)
 
     def eos_ids(self, eos_ids: Sequence[int]) -> np.ndarray:
@@ -178,11 +191,23 @@ def _cut(run: Chunk, length: int) -> Iterator[Chunk]:
         yield Chunk(tokens, run.position + start, run.pages, prompt)
 
 
-def _units(samples: list[Sample], num_members: int) -> list[list[int]]:
+def _shared_runs(samples: list[Sample]) -> list[tuple[int, ...]]:
+    """The first pages of each sample that others have too: its group's prompt, or what prompts
+    begin with."""
+    holders = Counter(page for sample in samples for page in sample.pages[: sample.num_shared])
+    return [
+        tuple(
+            itertools.takewhile(lambda page: holders[page] > 1, sample.pages[: sample.num_shared])
+        )
+        for sample in samples
+    ]
+
+
+def _units(runs: list[tuple[int, ...]], num_members: int) -> list[list[int]]:
     """Rows by what they share, at most `num_members` together."""
     rows_of: dict[tuple, list[int]] = {}
-    for row, sample in enumerate(samples):
-        rows_of.setdefault(tuple(sample.pages[: sample.num_shared]), []).append(row)
+    for row, run in enumerate(runs):
+        rows_of.setdefault(run, []).append(row)
     return [
         rows[start : start + num_members]
         for rows in rows_of.values()

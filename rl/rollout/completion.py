@@ -72,16 +72,16 @@ class Row:
         """Take the tokens up to the one that ends the completion; drop those after it."""
         if self.finish_reason:
             return
-        if not all(map(math.isfinite, logprobs)):
-            raise MeshdialError(
-                f"the model's logits for a completion of prompt {self.prompt_number} are not finite"
-            )
         num_before = len(self.tokens)
         for token in tokens:
             self._append(token)
             if self.finish_reason:
                 break
         num_new = len(self.tokens) - num_before
+        if not all(map(math.isfinite, logprobs[:num_new])):
+            raise MeshdialError(
+                f"the model's logits for a completion of prompt {self.prompt_number} are not finite"
+            )
         self.logprobs += logprobs[:num_new]
         self.sampling_logprobs += sampling_logprobs[:num_new]
 

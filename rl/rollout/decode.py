@@ -212,12 +212,14 @@ def _attend_chunks(backend: Backend, chunks: Chunks, positions_RT: jax.Array):
         pool = backend.pool.write(pool, key_NKC, value_NKC, pages_N, slots_N)
         key_RKCS, value_RKSC = backend.pool.read(pool, chunks.table_RN)
         query = grouped(query_NHC.reshape(R, T, *query_NHC.shape[1:]), key_NKC.shape[1])
+        query_RKGTC = query.transpose(0, 2, 3, 1, 4)
         positions_S = jnp.arange(key_RKCS.shape[3])
         mask_RTS = is_seen(positions_RT[:, :, None], positions_S[None, None, :], kind)
         mask = mask_RTS[:, None, None]
-        scores = masked_scores("rtkgc,rkcs->rkgts", query, key_RKCS, mask, kind)
+        scores = masked_scores("rkgtc,rkcs->rkgts", query_RKGTC, key_RKCS, mask, kind)
         weights, total, _ = part_of_softmax(scores)
-        output = weighted("rkgts,rksc->rtkgc", weights / total, value_RKSC)
+        output_RKGTC = weighted("rkgts,rksc->rkgtc", weights / total, value_RKSC)
+        output = output_RKGTC.transpose(0, 3, 1, 2, 4)
         return output.astype(query_NHC.dtype).reshape(query_NHC.shape), pool
 
     return attend

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from rl import group
+from rl.compiling import compiled
 from rl.models.spec import ModelSpec, Parameters
 from rl.models.transformer import parameter_shapes
 from rl.rollout.arrays import Assembler
@@ -31,12 +32,17 @@ from rl.rollout.decode import (
 )
 from rl.rollout.sampling import Bans, SamplingConfig
 from rl.rollout.scheduler import Sample, Scheduler
-from rl.rollout.shapes import num_rows_for
+from rl.rollout.shapes import MOST_FIRST_ROWS, num_rows_for
+from rl.sharding import current
 
-FLOPS_A_DISPATCH = 4e9
+FLOPS_A_DISPATCH = {"cpu": 4e9}
+ACCELERATORS_FLOPS_A_DISPATCH = 1e13
 """Small models take several steps a dispatch, until it does this much: that hides what it costs.
 Large ones take one, as no row then runs on after its end, which the host finds.
 """
+
+GATHERING_STEPS = 4
+"""Fewest steps of a dispatch that has to gather its pages first."""
 
 COMPACT_STEPS = 16
 """Fewest tokens that some sample may still draw for the rows to be compacted: fewer rows are
@@ -44,10 +50,12 @@ another program to compile."""
 
 
 @functools.cache
-def suited_steps(spec: ModelSpec, num_rows: int) -> int:
+def suited_steps(spec: ModelSpec, num_rows: int, platform: str, gathers: bool) -> int:
     """How many decode steps a dispatch of so many rows should take."""
     num_parameters = sum(int(np.prod(shape)) for shape in parameter_shapes(spec).values())
-    return int(np.clip(FLOPS_A_DISPATCH / (2 * num_parameters * num_rows), 1, MAX_STEPS))
+    flops = FLOPS_A_DISPATCH.get(platform, ACCELERATORS_FLOPS_A_DISPATCH)
+    fewest = GATHERING_STEPS if gathers else 1
+    return int(np.clip(flops / (2 * num_parameters * num_rows), fewest, MAX_STEPS))
 
 
 @dataclass
@@ -79,12 +87,15 @@ class Engine:
     progress: Callable[[str], None]
     check_alive: Callable[[], None]
     counts: Counts = field(default_factory=Counts)
+    num_samples: int = field(default=0, init=False)
+    num_rows: int = field(default=0, init=False)
+    num_steps: int = field(default=1, init=False)
+    pools: list | None = field(default=None, init=False)
 
     def run(self) -> None:
         """Decode until no sample waits or runs. Whatever happens, every page is free after."""
         pages = self.schedulers[0].pages
         self.num_samples = sum(len(scheduler.waiting) for scheduler in self.schedulers)
-        self.num_rows = 0
         self.pools = empty_pools(self.spec, self.backend, pages.num_pages, pages.page_size)
         try:
             while any(scheduler.has_work for scheduler in self.schedulers):
@@ -100,8 +111,7 @@ class Engine:
 
     def _schedule(self) -> None:
         """Pages for those that run, then slots for those that wait, and what these lack."""
-        most = max(self.num_rows, 1)
-        steps = min(self.steps_per_dispatch or suited_steps(self.spec, most), MAX_STEPS)
+        steps = self._suited_steps()
         for scheduler in self.schedulers:
             scheduler.reserve(steps)
         admitted = [scheduler.admit(steps) for scheduler in self.schedulers]
@@ -116,17 +126,26 @@ class Engine:
 
     def _begin(self, samples: list[Sample]) -> None:
         """Draw the first token of newly admitted samples."""
-        if not samples:
-            return
-        hidden_BD, uniforms_B = self.assembler.first_tokens(self.names, samples)
-        model = (self.spec, self.trainable, self.frozen)
-        drawing = (self.sampling.numbers, self.bans)
-        draws = jax.device_get(draw_first(*model, hidden_BD, uniforms_B, *drawing))
-        started = time.monotonic()
-        for row, sample in enumerate(samples):
-            sample.since = started
-            sample.row.extend(*([values[row].item()] for values in draws))
-        self._retire()
+        now = self._clock()
+        for start in range(0, len(samples), MOST_FIRST_ROWS):
+            part = samples[start : start + MOST_FIRST_ROWS]
+            hidden_BD, uniforms_B = self.assembler.first_tokens(self.names, part)
+            model = (self.spec, self.trainable, self.frozen)
+            drawing = (self.sampling.numbers, self.bans)
+            draws = jax.device_get(draw_first(*model, hidden_BD, uniforms_B, *drawing))
+            for row, sample in enumerate(part):
+                sample.since = now
+                sample.row.extend(*([values[row].item()] for values in draws))
+        if samples:
+            self._retire()
+
+    def _suited_steps(self) -> int:
+        if self.steps_per_dispatch:
+            return min(self.steps_per_dispatch, MAX_STEPS)
+        counts = [len(scheduler.waiting) + len(scheduler.running) for scheduler in self.schedulers]
+        num_rows = num_rows_for(min(max(counts), self.schedulers[0].max_rows))
+        platform = current().devices.flat[0].platform
+        return suited_steps(self.spec, num_rows, platform, self.backend.gathers)
 
     def _choose_num_rows(self) -> None:
         """Fewer rows than before only where that may still pay for compiling them."""
@@ -172,14 +191,21 @@ class Engine:
             self._report()
 
     def _expire(self) -> None:
-        """End what has run longer than the time limit; all processes of a mesh agree on which."""
+        """End what has had its time, also where it waits for pages to go on."""
         limit = self.sampling.time_limit_s
         if limit is None:
             return
-        now = float(group.agree(repr(time.monotonic())))
-        for sample in self._running:
-            if now - sample.since > limit and not sample.row.finish_reason:
-                sample.row.expire()
+        now = self._clock()
+        for scheduler in self.schedulers:
+            for sample in (*scheduler.running, *scheduler.waiting):
+                if sample.since is not None and now - sample.since > limit:
+                    sample.row.expire()
+
+    def _clock(self) -> float:
+        """Seconds but for those of compiling, the same in all processes of a mesh."""
+        if self.sampling.time_limit_s is None:
+            return 0.0
+        return float(group.agree(repr(time.monotonic() - compiled().seconds)))
 
     @property
     def _running(self) -> list[Sample]:

@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from rl.rollout.shapes import power_of_two
+
 TRASH = 0
 """The page that nobody holds: what is written to it is never read."""
 
@@ -110,12 +112,16 @@ class Demand:
 
     def num_pages(self, page_size: int) -> int:
         """Pages, TRASH too, that let every row run: those of prompts and of each sample's own
-        tokens, and some to spare for what is admitted."""
+        tokens, and some to spare for what is admitted. In few sizes, as a pool's size is one of
+        every program's."""
         of_prompt = num_pages_for(self.prompt_length, page_size) + 1
         of_sample = num_pages_for(self.max_tokens + page_size, page_size)
         num_rows = self.num_rows
-        return self.num_open_prompts * of_prompt + num_rows * of_sample + num_rows // 2 + 1
+        num_pages = self.num_open_prompts * of_prompt + num_rows * of_sample + num_rows + 1
+        size = max(8, power_of_two(num_pages) // 8)
+        return -(-num_pages // size) * size
 
-    def least_pages(self, page_size: int) -> int:
-        """Pages, TRASH and a prompt's last page too, that let a single row run."""
-        return num_pages_for(self.prompt_length + self.max_tokens, page_size) + 2
+
+def least_pages(num_tokens: int, page_size: int) -> int:
+    """Pages, TRASH and a prompt's last page too, that let a sample of so many tokens run alone."""
+    return num_pages_for(num_tokens, page_size) + 2

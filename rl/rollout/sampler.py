@@ -15,6 +15,7 @@ from typing import Literal
 
 import jax
 
+from rl import group
 from rl.errors import MeshdialError
 from rl.models.spec import ModelSpec, Parameters
 from rl.rollout.arrays import Assembler
@@ -23,11 +24,11 @@ from rl.rollout.attention.pool import page_bytes
 from rl.rollout.completion import Completion, Row, Tokenizer
 from rl.rollout.decode import MAX_STEPS
 from rl.rollout.engine import Engine
-from rl.rollout.pages import Demand, Pages, num_pages_for
+from rl.rollout.pages import Demand, Pages, least_pages, num_pages_for
 from rl.rollout.sampling import SamplingConfig, check_ids
 from rl.rollout.scheduler import Prompt, Sample, Scheduler
 from rl.rollout.shapes import padded_length
-from rl.sharding import num_row_shards
+from rl.sharding import current, num_row_shards
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,17 @@ class EngineConfig:
     kv_cache_bytes: int | None = None
     backend: Literal["auto", "xla", "cpu", "pallas"] = "auto"
     steps_per_dispatch: int | None = None
+
+    def __post_init__(self):
+        bounds = {
+            "max_rows": (self.max_rows >= 1, "at least 1"),
+            "page_size": (self.page_size >= 8 and self.page_size % 8 == 0, "a multiple of 8"),
+            "steps_per_dispatch": (self.steps_per_dispatch in (None, *range(1, 9)), "1 to 8"),
+        }
+        for name, (is_legal, expected) in bounds.items():
+            if not is_legal:
+                found = getattr(self, name)
+                raise MeshdialError(f"rollout engine: {name} is {found!r}, expected {expected}")
 
 
 def generate(
@@ -78,6 +90,8 @@ def generate(
     """
     began = time.perf_counter()
     engine = engine or EngineConfig()
+    if not prompts or not group_size:
+        return [[] for _ in prompts]
     _check_prompts(spec, prompts, sample_keys[2], sampling)
     check_ids(sampling, sampling.ends(tokenizer.eos_ids), spec.config.vocab_size)
     rows = [
@@ -94,8 +108,8 @@ def generate(
         group_size,
         engine.max_rows,
     )
-    longest = demand.prompt_length + demand.max_tokens
-    num_pages = _num_pages(spec, engine, demand)
+    longest = max(map(len, prompts)) + sampling.max_tokens
+    num_pages = _num_pages(spec, engine, demand, longest)
     schedulers = _deal(prompts, sample_keys[2], rows, engine, num_pages)
     running = Engine(
         spec,
@@ -137,25 +151,32 @@ def _deal(prompts, numbers, rows, engine: EngineConfig, num_pages: int) -> list[
     return schedulers
 
 
-def _num_pages(spec: ModelSpec, engine: EngineConfig, demand: Demand) -> int:
-    """Pages of each replica: what its samples can use, as far as the budget reaches."""
+def _num_pages(spec: ModelSpec, engine: EngineConfig, demand: Demand, longest: int) -> int:
+    """Pages of each replica: what its samples can use, as far as the budget reaches; at least what
+    the longest sample, in tokens, needs."""
     bytes_of_page = page_bytes(spec, engine.page_size)
     budget = engine.kv_cache_bytes or _default_budget()
-    least = demand.least_pages(engine.page_size)
+    least = least_pages(longest, engine.page_size)
     num_pages = min(max(demand.num_pages(engine.page_size), least), budget // bytes_of_page)
     if num_pages < least:
-        length = demand.prompt_length + demand.max_tokens
+        limit = "rollout.kv_cache_mb" if engine.kv_cache_bytes else "a quarter of the memory"
         raise MeshdialError(
-            f"rollout.kv_cache_mb allows {budget / 2**20:.4g} MiB for the KV cache, and one sample "
-            f"of {length} tokens needs {least * bytes_of_page / 2**20:.4g}"
+            f"{limit} allows {budget / 2**20:.4g} MiB for the KV cache, and a sample of {longest} "
+            f"tokens needs {least * bytes_of_page / 2**20:.4g}"
         )
     return num_pages
 
 
 def _default_budget() -> int:
+    """A quarter of the memory of a replica's devices; of the host's, where they are processors.
+    The least of what the processes of a mesh have."""
     facts = jax.local_devices()[0].memory_stats() or {}
-    memory = facts.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return memory // 4
+    if "bytes_limit" in facts:
+        memory = facts["bytes_limit"] * current().shape["tensor"]
+    else:
+        host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        memory = host // num_row_shards()
+    return min(group.gather(memory // 4))
 
 
 def _figures(engine: Engine, seconds: float, spec: ModelSpec) -> dict:

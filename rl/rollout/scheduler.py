@@ -122,8 +122,10 @@ class Scheduler:
 
     def retire(self) -> list[Sample]:
         """The samples that have ended; their pages are free."""
-        ended = [sample for sample in self.running if sample.row.finish_reason]
+        ended = [s for s in (*self.running, *self.waiting) if s.row.finish_reason]
         self.running = [sample for sample in self.running if not sample.row.finish_reason]
+        if any(sample.row.finish_reason for sample in self.waiting):
+            self.waiting = deque(s for s in self.waiting if not s.row.finish_reason)
         for sample in ended:
             self._release(sample)
         return ended
@@ -142,7 +144,7 @@ class Scheduler:
         """Whether pages reach, with one to spare for every other running sample."""
         needed = self._num_pages(sample, num_steps) - len(self._there(sample.prompt))
         needs_last_page = not sample.row.tokens and sample.prompt.last_page is None
-        return needed + needs_last_page + len(self.running) // 2 <= self.pages.num_free
+        return needed + needs_last_page + len(self.running) <= self.pages.num_free
 
     def _begin(self, sample: Sample, num_steps: int, admitted: Admitted) -> None:
         prompt = sample.prompt
@@ -219,10 +221,9 @@ class Scheduler:
         return num_pages_for(num_tokens, self.pages.page_size)
 
     def _preempt(self, sample: Sample) -> None:
+        assert sample.row.tokens, "a sample runs from its first token on"
         self.running.remove(sample)
         self._release(sample)
-        if not sample.row.tokens:
-            sample.prompt.num_to_come += 1
         self.waiting.appendleft(sample)
         self.num_preempted += 1
 

@@ -10,6 +10,10 @@ MAX_PREFILL_PAIRS = 2**21
 """... and pairs of a token and a slot of its context: these bound what its scores take."""
 
 
+MOST_FIRST_ROWS = 64
+"""Samples whose first tokens are drawn together."""
+
+
 def power_of_two(count: int, least: int = 1) -> int:
     """The next power of two."""
     return max(least, 1 << max(count - 1, 0).bit_length())
@@ -22,11 +26,8 @@ def num_rows_for(num_samples: int) -> int:
 
 
 def num_first_rows_for(num_samples: int) -> int:
-    """Rows of so many first tokens: a power of 8, for they cost little and come in any number."""
-    size = 8
-    while size < num_samples:
-        size *= 8
-    return size
+    """Rows of so many first tokens, which come in any number up to MOST_FIRST_ROWS."""
+    return 8 if num_samples <= 8 else MOST_FIRST_ROWS
 
 
 def padded_length(length: int) -> int:
@@ -36,9 +37,11 @@ def padded_length(length: int) -> int:
 
 
 def chunk_length(run_lengths: list[int]) -> int:
-    """How long the chunks are into which these runs of tokens are cut."""
+    """How long the chunks are into which these runs of tokens are cut: by the length of the run
+    that an average token is in."""
     short, long = CHUNK_LENGTHS
-    return long if run_lengths and sum(run_lengths) / len(run_lengths) >= 4 * long else short
+    total, weighted = sum(run_lengths), sum(length**2 for length in run_lengths)
+    return long if weighted >= 4 * long * total > 0 else short
 
 
 def max_chunks(length: int, num_slots: int) -> int:

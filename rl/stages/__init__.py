@@ -22,11 +22,11 @@ from typing import Any
 
 from rl import __version__
 from rl.artifacts import Publisher, write_json
+from rl.compiling import compiled
 from rl.context import Context
 from rl.errors import MeshdialError
 from rl.processes.runtime import parse_process_layout
 from rl.sharding import device_mesh, on
-from rl.stages.compiling import compiled
 from rl.stages.request import Request
 
 MODULES = {

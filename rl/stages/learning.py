@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import jax
 import numpy as np
 
 from rl.algorithms.off_policy import off_policy_weights
@@ -51,6 +52,7 @@ def update_actor(job: Request, context: Context) -> str:
             progress=watched(context, job.stage),
             remat="layer" if job.cost["remat"] else "none",
         )
+    job.costs_found |= _device_peak()
     figures |= off_policy_figures
     if rollouts["policy_version"][0].as_py() < policy.version:
         figures = {_STALE.get(name, name): value for name, value in figures.items()}
@@ -59,6 +61,13 @@ def update_actor(job: Request, context: Context) -> str:
     write_json(Publisher(context.check_alive), job.outputs["figures"], figures)
     names = ["loss", "kl", "entropy", "gradient_norm"]
     return ", ".join(f"{n.replace('_', ' ')} {figures[n]:.4g}" for n in names if n in figures)
+
+
+def _device_peak() -> dict[str, int]:
+    """What the fullest device of this process has held at most, where devices count it."""
+    facts = [device.memory_stats() or {} for device in jax.local_devices()]
+    peak = max(fact.get("peak_bytes_in_use", 0) for fact in facts)
+    return {"device_peak_memory_bytes": peak} if peak else {}
 
 
 def watched(context: Context, stage: str) -> Callable[[str], None]:

@@ -3,7 +3,8 @@
 1. What decides the library (sources, compiler, flags, jaxlib, processor) is hashed.
 2. $XDG_CACHE_HOME/meshdial/kernels/HASH, or ~/.cache/..., has it, or it is compiled beside its name
    and renamed. Processes that do so at once each make a whole one.
-3. A library is code that runs as this user, so folders that others can write to are refused.
+3. A library is code that runs as this user: the folders `kernels` and HASH are refused where
+   others can enter them. Whoever can write to a folder above them is trusted.
 """
 
 import ctypes
@@ -39,7 +40,10 @@ def compiler() -> list[str]:
 
     MeshdialError where there is none.
     """
-    named = shlex.split(os.environ.get("CXX", ""))
+    try:
+        named = shlex.split(os.environ.get("CXX", ""))
+    except ValueError as error:
+        raise MeshdialError(f"$CXX is {os.environ['CXX']!r}, no command: {error}") from None
     for command in [named] if named else [[name] for name in _COMPILERS]:
         if shutil.which(command[0]):
             return command
@@ -98,12 +102,13 @@ def _first_error(text: str) -> str:
 
 def _private_folder(key: str) -> Path:
     """The folder of one library, made with mode 0700; MeshdialError if others can enter it."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    # Without a home folder that is a folder named ~ here, as for other caches.
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     kernels = Path(os.path.abspath(cache)) / "meshdial" / "kernels"
     for folder in (kernels, kernels / key):
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except (OSError, RuntimeError) as error:
+        except OSError as error:
             raise MeshdialError(f"the kernels' folder {folder} cannot be made: {error}") from None
         require_private(str(folder), "folder", 0o700)
     return kernels / key

@@ -25,11 +25,6 @@ _lock = threading.Lock()
 _outcome: list[str | None] = []  # of the one attempt of this process: why not
 
 
-def is_available(progress: Callable[[str], None] = lambda line: None) -> bool:
-    """Whether `append_and_attend` can be used; the first call may compile it."""
-    return why_not(progress) is None
-
-
 def why_not(progress: Callable[[str], None] = lambda line: None) -> str | None:
     """Why `append_and_attend` cannot be used, or None: tried once in a process.
 
