@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl import sharding
+from rl.compiling import Compiled
 from rl.errors import ClientGone, MeshdialError
 from rl.models.spec import LoraConfig, ModelConfig, ModelSpec
 from rl.models.transformer import init_lora, init_parameters
@@ -217,6 +218,21 @@ def test_tokens_are_as_frequent_as_they_are_probable():
     freedom = len(wanted) - 1
     assert freedom > 50
     assert ((counts - wanted) ** 2 / wanted).sum() < freedom + 3.3 * math.sqrt(2 * freedom)
+
+
+@pytest.mark.parametrize("backend", ["xla", "auto"])
+def test_bfloat16_rounds_keys_and_values_but_not_the_softmax(backend):
+    jax.config.update("jax_disable_most_optimizations", False)  # as it runs, on any processor
+    spec = ModelSpec(CONFIG, dtype="bfloat16")
+    parameters = {name: values.astype("bfloat16") for name, values in PARAMETERS.items()}
+    groups = rollouts(spec=spec, frozen=parameters, backend=backend)
+    jax.config.update("jax_disable_most_optimizations", True)
+    for prompt, group in zip(PROMPTS, groups, strict=True):
+        for completion in group:
+            packed = (CONFIG, None, parameters, prompt, completion.tokens.tolist(), 1.0)
+            expected = plain_scores(*packed)[0]
+            np.testing.assert_allclose(completion.logprobs, expected, atol=0.08)
+            assert completion.logprobs.dtype == np.float32
 
 
 def test_the_kernel_of_the_processor_gives_the_same(engines):
@@ -437,7 +453,46 @@ def test_a_sample_ends_when_its_time_is_over(monkeypatch):
     assert_scored(groups)
 
 
+def test_all_processes_of_a_mesh_go_by_the_clock_of_the_first(monkeypatch):
+    monkeypatch.setattr(time, "monotonic", lambda: 1e9)  # of another machine
+    monkeypatch.setattr(engine_module.group, "agree", lambda text: "12.5")
+    options = {"time_limit_s": 1e-6, "steps_per_dispatch": 1}
+    assert {c.finish_reason for group in rollouts(**options) for c in group} == {"length"}
+
+
+def test_compiling_takes_no_time_of_the_samples(monkeypatch):
+    """Two seconds go by in each dispatch, all of them on compiling."""
+    now = iter(range(0, 10**6, 2))
+    seconds = []
+
+    def monotonic():
+        seconds.append(float(next(now)))
+        return seconds[-1]
+
+    monkeypatch.setattr(time, "monotonic", monotonic)
+    monkeypatch.setattr(engine_module, "compiled", lambda: Compiled(seconds[-1]))
+    groups = rollouts(time_limit_s=1.0, steps_per_dispatch=1)
+    assert {c.finish_reason for group in groups for c in group} == {"length"}
+
+
 # Refusals
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_rows": 0}, "rollout engine: max_rows is 0, expected at least 1"),
+        ({"page_size": 12}, "rollout engine: page_size is 12, expected a multiple of 8"),
+        ({"steps_per_dispatch": 9}, "rollout engine: steps_per_dispatch is 9, expected 1 to 8"),
+    ],
+)
+def test_an_engine_that_cannot_work_is_refused(options, message):
+    with pytest.raises(MeshdialError, match=message):
+        EngineConfig(**options)
+
+
+def test_no_prompts_have_no_completions():
+    assert rollouts([]) == []
 
 
 @pytest.mark.parametrize(
@@ -528,9 +583,8 @@ def test_like_calls_compile_nothing_anew(caplog):
 
 def test_a_call_compiles_few_programs_whatever_the_number_of_prompts(caplog):
     prompts = [[token] * 5 for token in range(9)]
+    jax.clear_caches()
     with jax.log_compiles(), caplog.at_level(logging.WARNING):
         rollouts(prompts, group_size=2, max_rows=6)
-    # Drawing a first token and random numbers know nothing of prompts' lengths and groups.
-    others = {"jit(draw_first)", "jit(_draw_part)"}
-    names = ["jit(copy_pages)", "jit(decode)", "jit(empty_pools)", "jit(prefill)"]
-    assert [name for name in compiled(caplog) if name not in others] == names
+    names = ("_draw_part", "copy_pages", "decode", "draw_first", "empty_pools", "prefill")
+    assert compiled(caplog) == [f"jit({name})" for name in names]
