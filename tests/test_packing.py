@@ -35,6 +35,14 @@ def test_bins_hold_everything_once_and_overflow_nowhere(lengths, size):
     assert all(a + b > size for a, b in itertools.pairwise(fills))
 
 
+def test_a_bin_holds_any_group_of_few_and_short_completions():
+    for lengths in ([5] * 8, [1] * 8, [3, 5, 0, 0, 1, 2, 4, 4]):
+        assert bin_size(np.array([lengths]), 5) == 40
+    shape, parts = uniform(8, 8, 4, prompt=55, budget=2048, num_shared=48, max_tokens=5)
+    assert shape == Shape(8, 1, 40, 56, 48) and len(parts) == 1
+    assert shape.num_tokens == 48 + 8 * (8 + 40)
+
+
 @pytest.mark.parametrize(
     ("lengths", "max_tokens", "size"),
     [

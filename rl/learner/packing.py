@@ -91,7 +91,10 @@ def divide(
 
 def bin_size(lengths_PG: np.ndarray, max_tokens: int | None = None) -> int:
     """Places of a bin: for the longest completion, or for several where a group has short ones;
-    in multiples of `max_tokens` where they come near to it, so that the longest fill bins whole."""
+    in multiples of `max_tokens` where they come near to it, so that the longest fill bins whole.
+    Where no group can have more than LEAST_BIN tokens, for a whole group, whatever its lengths."""
+    if max_tokens is not None and lengths_PG.shape[1] * max_tokens <= LEAST_BIN:
+        return lengths_PG.shape[1] * max_tokens
     least = min(LEAST_BIN, int(lengths_PG.sum(axis=1).max(initial=1)))
     size = _rounded(max(least, int(lengths_PG.max(initial=1)), 8))
     if max_tokens is None or size <= max_tokens:
