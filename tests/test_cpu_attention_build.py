@@ -90,11 +90,15 @@ def test_processes_that_build_at_once_and_a_library_that_is_damaged(
     assert [racer.returncode for racer in racers] == [0, 0]
     assert any(text.startswith("compiling the attention kernel with") for text in said)
     (folder,) = (cache / "meshdial" / "kernels").iterdir()
-    (library,) = folder.iterdir()
+    assert {path.suffix for path in folder.iterdir()} == {".so", ".sha256"}
+    (library,) = folder.glob("*.so")
     assert folder.stat().st_mode & 0o777 == library.stat().st_mode & 0o777 == 0o700
 
     whole, lines = library.stat().st_size, []
-    library.write_bytes(b"not a library")
+    content = library.read_bytes()
+    library.unlink()  # and not overwritten: it is loaded here
+    library.write_bytes(content[: whole // 2])  # which would kill whoever loads it
+    library.chmod(0o700)
     build.load(lines.append)
     assert len(lines) == 1 and library.stat().st_size == whole
     build.load(lines.append)

@@ -204,6 +204,8 @@ def test_the_cache_holds_pages_of_prompts_and_of_samples():
     assert cache_bytes(replace(work, max_rows=4), ONE) == of_page * (2 * 2 + 4 * 3 + 4 + 1 + 3)
     # The config's budget is never exceeded.
     assert cache_bytes(replace(work, kv_cache_bytes=10 * of_page - 1), ONE) == 9 * of_page
+    with pytest.raises(MeshdialError, match="a sample of 46 tokens needs 0.07812 MiB"):
+        cache_bytes(replace(work, kv_cache_bytes=4 * of_page), ONE)
 
 
 def residual_bytes(spec, capsys, P=2, G=3, S=17, T=8):

@@ -72,6 +72,7 @@ def generate(
     sampling: SamplingConfig,
     engine: EngineConfig | None = None,
     progress: Callable[[str], None] = lambda line: None,
+    announce: Callable[[str], None] = lambda line: None,
     check_alive: Callable[[], None] = lambda: None,
     figures: dict | None = None,
     limits_PG: Sequence[Sequence[int]] | None = None,
@@ -80,9 +81,10 @@ def generate(
 
     sample_keys: (seed, iteration, a number for each prompt), which with a sample's index in its
     group and a token's position decide every random draw; each is from 0 to 2**32 - 1.
-    check_alive: called between dispatches; what it raises ends the call. figures: a dict that
-    receives num_tokens (sampled), seconds, decode_steps, row_steps (decode steps times rows, unused
-    ones too), prefill_tokens, preemptions, num_pages, peak_pages and kv_cache_bytes (of each
+    progress: told often how far it is; announce: told once of a kernel that is compiled, or why it
+    is not. check_alive: called between dispatches; what it raises ends the call. figures: a dict
+    that receives num_tokens (sampled), seconds, decode_steps, row_steps (decode steps times rows,
+    unused ones too), prefill_tokens, preemptions, num_pages, peak_pages and kv_cache_bytes (of each
     replica). limits_PG: most tokens of each sample; sampling.max_tokens where it is not given.
 
     Raises MeshdialError for a prompt that is empty or too long, for logits that are not finite, and
@@ -120,7 +122,7 @@ def generate(
         sampling.ends(tokenizer.eos_ids),
         sampling.bans(tokenizer.eos_ids),
         schedulers,
-        choose_backend(engine.backend, spec, engine.page_size, progress),
+        choose_backend(engine.backend, spec, engine.page_size, announce),
         Assembler(
             engine.page_size,
             num_pages_for(padded_length(longest + MAX_STEPS), engine.page_size),
@@ -162,7 +164,7 @@ def _num_pages(spec: ModelSpec, engine: EngineConfig, demand: Demand, longest: i
         limit = "rollout.kv_cache_mb" if engine.kv_cache_bytes else "a quarter of the memory"
         raise MeshdialError(
             f"{limit} allows {budget / 2**20:.4g} MiB for the KV cache, and a sample of {longest} "
-            f"tokens needs {least * bytes_of_page / 2**20:.4g}"
+            f"tokens needs {least * bytes_of_page / 2**20:.4g} MiB"
         )
     return num_pages
 
@@ -209,5 +211,5 @@ def _check_prompts(spec, prompts, prompt_numbers, sampling: SamplingConfig) -> N
         if len(prompt) > longest:
             raise MeshdialError(
                 f"prompt {number} has {len(prompt)} tokens, expected at most {longest}: the model's"
-                f" max_position_embeddings less max_tokens, {sampling.max_tokens}"
+                f" max_position_embeddings less rollout.max_tokens, {sampling.max_tokens}"
             )

@@ -144,8 +144,11 @@ class SamplingConfig:
 
 def check_ids(sampling: SamplingConfig, ends: Sequence[int], vocab_size: int) -> None:
     """Refuses ids beyond the model's vocabulary, and bans of every token of it."""
-    whose = ("rollout.forbidden_tokens", sampling.forbidden_ids), ("what ends a completion", ends)
-    for name, ids in whose:
+    whose = {
+        "rollout.forbidden_tokens": sampling.forbidden_ids,
+        "what ends a completion (rollout.stop_token_ids and the tokenizer's own)": ends,
+    }
+    for name, ids in whose.items():
         if beyond := [i for i in ids if i >= vocab_size]:
             raise MeshdialError(
                 f"{name} has the id {beyond[0]}, expected ids below {vocab_size}, the size of the "

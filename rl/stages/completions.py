@@ -44,6 +44,7 @@ def sample_completions(
             sampling,
             _engine(job.cost),
             progress=context.occasionally(job.stage),
+            announce=lambda line: context.progress(f"{job.stage}: {line}"),
             check_alive=context.check_alive,
             figures=figures,
         )

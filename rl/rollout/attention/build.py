@@ -60,22 +60,33 @@ def load(progress: Callable[[str], None]) -> ctypes.CDLL:
     flags = [*_FLAGS, *_machine_flags()]
     folder = _private_folder(_key([_identity(command), *flags]))
     library = folder / "paged_attention.so"
-    if library.exists():
-        require_private(str(library), "file", 0o700)
-        try:
-            return ctypes.CDLL(str(library))
-        except OSError:
-            pass  # a file that is damaged is made again
-    progress(f"compiling the attention kernel with {shlex.join(command)} into {folder}")
-    _compile([*command, *flags], library)
+    if not _is_whole(library):
+        progress(f"compiling the attention kernel with {shlex.join(command)} into {folder}")
+        _compile([*command, *flags], library)
     try:
         return ctypes.CDLL(str(library))
     except OSError as error:
         raise MeshdialError(f"the attention kernel cannot be loaded: {error}") from None
 
 
+def _is_whole(library: Path) -> bool:
+    """Whether the library is there as it was compiled: loading a damaged one may kill a process."""
+    if not (library.exists() and _sum_of(library).exists()):
+        return False
+    require_private(str(library), "file", 0o700)
+    return _sum_of(library).read_bytes() == _digest(library)
+
+
+def _sum_of(library: Path) -> Path:
+    return library.with_suffix(".sha256")
+
+
+def _digest(library: Path) -> bytes:
+    return hashlib.sha256(library.read_bytes()).hexdigest().encode()
+
+
 def _compile(command: list[str], library: Path) -> None:
-    """Compile beside `library` and rename."""
+    """Compile beside `library` and rename, its checksum after it."""
     source = Path(__file__).parent / _SOURCES[0]
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         target = Path(folder) / library.name
@@ -92,7 +103,10 @@ def _compile(command: list[str], library: Path) -> None:
         target.chmod(0o700)
         with open(target, "rb") as file:
             os.fsync(file.fileno())
+        checksum = _sum_of(target)
+        checksum.write_bytes(_digest(target))
         os.replace(target, library)
+        os.replace(checksum, _sum_of(library))
 
 
 def _first_error(text: str) -> str:

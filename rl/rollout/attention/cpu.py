@@ -30,8 +30,8 @@ def why_not(progress: Callable[[str], None] = lambda line: None) -> str | None:
 
     `progress` is told of a compilation, and of one that failed.
     """
-    if os.environ.get(SWITCH) == "0":
-        return f"{SWITCH} is 0"
+    if os.environ.get(SWITCH, "").lower() in ("0", "no", "off", "false"):
+        return f"{SWITCH} is {os.environ[SWITCH]}"
     with _lock:
         if not _outcome:
             _outcome.append(_register(progress))
