@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.ad_checkpoint import print_saved_residuals
 
+from rl.errors import MeshdialError
 from rl.learner.packing import Shape
 from rl.models.spec import LoraConfig, ModelConfig, ModelSpec
 from rl.models.transformer import parameter_shapes, trainable_names
@@ -204,7 +205,7 @@ def test_the_cache_holds_pages_of_prompts_and_of_samples():
     assert cache_bytes(replace(work, max_rows=4), ONE) == of_page * (2 * 2 + 4 * 3 + 4 + 1 + 3)
     # The config's budget is never exceeded.
     assert cache_bytes(replace(work, kv_cache_bytes=10 * of_page - 1), ONE) == 9 * of_page
-    with pytest.raises(MeshdialError, match="a sample of 46 tokens needs 0.07812 MiB"):
+    with pytest.raises(MeshdialError, match=r"a sample of 46 tokens needs 0\.07812 MiB"):
         cache_bytes(replace(work, kv_cache_bytes=4 * of_page), ONE)
 
 
