@@ -179,6 +179,19 @@ def test_pages_run_out_and_the_youngest_waits_with_the_tokens_it_has():
     assert [sample.row.tokens[-1] for sample in (old, young)] == [1011, 2011]
 
 
+def test_a_preempted_sample_may_end_while_it_waits():
+    simulation = Simulation([[1], [2]], [[12], [12]], 5, 4, 8, 1)
+    for _ in range(8):
+        simulation.advance()
+    old, young = simulation.samples
+    assert list(simulation.scheduler.waiting) == [young]
+    young.row.finish_reason = "timeout"
+    assert simulation.scheduler.retire() == [young]
+    assert not simulation.scheduler.waiting and simulation.scheduler.running == [old]
+    simulation.run()
+    assert len(young.row.tokens) == 8 and simulation.pages.num_held == 0
+
+
 def test_slots_are_filled_at_once_when_a_sample_ends():
     simulation = Simulation([[1, 2]], [[1, 5, 5, 5]], 60, 4, 2, 1)
     simulation.advance()
