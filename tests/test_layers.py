@@ -10,7 +10,7 @@ from .imports import imports_of, modules
 
 # From the bottom up: a module may import from its own layer and from those above it in this list.
 LAYERS = (
-    ("rl", "rl.errors", "rl.schedule", "rl.stage_table", "rl.group"),
+    ("rl", "rl.errors", "rl.schedule", "rl.stage_table", "rl.group", "rl.compiling"),
     ("rl.algorithms", "rl.mesh", "rl.conflicts", "rl.context", "rl.processes.liveness"),
     ("rl.config", "rl.artifacts", "rl.processes", "rl.workflow"),
     ("rl.models", "rl.sharding"),
