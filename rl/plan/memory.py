@@ -12,7 +12,6 @@ that plain XLA attention gathers besides the pool, the compiler's scratch space,
 import functools
 from dataclasses import dataclass
 
-from rl.errors import MeshdialError
 from rl.learner.packing import Shape
 from rl.models.token_scores import MAX_LOGITS
 from rl.plan.dial import Dial, PlannedMesh
@@ -27,7 +26,7 @@ from rl.plan.shape import (
     trainable,
 )
 from rl.plan.work import Work
-from rl.rollout.pages import least_pages
+from rl.rollout.pages import pages_within
 from rl.rollout.shapes import MAX_PREFILL_PAIRS, MAX_PREFILL_TOKENS
 
 LOGIT_COPIES = 3
@@ -243,11 +242,7 @@ def cache_bytes(work: Work, mesh: PlannedMesh) -> int:
     of_page = work.page_size * cache_bytes_per_token(work)
     num_pages = work.demand(mesh.num_row_shards).num_pages(work.page_size)
     if work.kv_cache_bytes is not None:
-        num_pages = min(num_pages, work.kv_cache_bytes // of_page)
         longest = work.prompt_tokens + work.max_tokens
-        if num_pages < (least := least_pages(longest, work.page_size)):
-            raise MeshdialError(
-                f"rollout.kv_cache_mb allows {work.kv_cache_bytes / 2**20:.4g} MiB for the KV "
-                f"cache, and a sample of {longest} tokens needs {least * of_page / 2**20:.4g} MiB"
-            )
+        budget = (work.kv_cache_bytes, "rollout.kv_cache_mb")
+        num_pages = pages_within(*budget, of_page, num_pages, longest, work.page_size)
     return num_pages * of_page // mesh.tensor

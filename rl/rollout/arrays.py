@@ -35,7 +35,9 @@ class Assembler:
         self.max_pages = max_pages  # of a sample, with room for the steps that overrun its end
         self.pad_id = pad_id
         # Samples that have no group share what their prompts begin with.
-        self.num_members = min(power_of_two(group_size), MAX_MEMBERS) if group_size > 1 else 8
+        self.num_members = (
+            min(power_of_two(group_size), MAX_MEMBERS) if group_size > 1 else MAX_MEMBERS
+        )
 
     # Prefill
 

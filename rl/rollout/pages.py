@@ -9,7 +9,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rl.rollout.shapes import power_of_two
+from rl.errors import MeshdialError
+from rl.rollout.shapes import rounded_up
 
 TRASH = 0
 """The page that nobody holds: what is written to it is never read."""
@@ -118,10 +119,20 @@ class Demand:
         of_sample = num_pages_for(self.max_tokens + page_size, page_size)
         num_rows = self.num_rows
         num_pages = self.num_open_prompts * of_prompt + num_rows * of_sample + num_rows + 1
-        size = max(8, power_of_two(num_pages) // 8)
-        return -(-num_pages // size) * size
+        return rounded_up(num_pages, 8, 8)
 
 
-def least_pages(num_tokens: int, page_size: int) -> int:
-    """Pages, TRASH and a prompt's last page too, that let a sample of so many tokens run alone."""
-    return num_pages_for(num_tokens, page_size) + 2
+def pages_within(
+    budget: int, whose: str, page_bytes: int, wanted: int, num_tokens: int, page_size: int
+) -> int:
+    """As many of the `wanted` pages as `budget` bytes hold; MeshdialError, naming `whose` the
+    budget is, where a sample of so many tokens could not run alone on them."""
+    # The trash page and a prompt's last page too.
+    least = num_pages_for(num_tokens, page_size) + 2
+    num_pages = min(max(wanted, least), budget // page_bytes)
+    if num_pages < least:
+        raise MeshdialError(
+            f"{whose} allows {budget / 2**20:.4g} MiB for the KV cache, and a sample of "
+            f"{num_tokens} tokens needs {least * page_bytes / 2**20:.4g} MiB"
+        )
+    return num_pages

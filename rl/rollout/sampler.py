@@ -24,7 +24,7 @@ from rl.rollout.attention.pool import page_bytes
 from rl.rollout.completion import Completion, Row, Tokenizer
 from rl.rollout.decode import MAX_STEPS
 from rl.rollout.engine import Engine
-from rl.rollout.pages import Demand, Pages, least_pages, num_pages_for
+from rl.rollout.pages import Demand, Pages, num_pages_for, pages_within
 from rl.rollout.sampling import SamplingConfig, check_ids
 from rl.rollout.scheduler import Prompt, Sample, Scheduler
 from rl.rollout.shapes import padded_length
@@ -156,17 +156,15 @@ def _deal(prompts, numbers, rows, engine: EngineConfig, num_pages: int) -> list[
 def _num_pages(spec: ModelSpec, engine: EngineConfig, demand: Demand, longest: int) -> int:
     """Pages of each replica: what its samples can use, as far as the budget reaches; at least what
     the longest sample, in tokens, needs."""
-    bytes_of_page = page_bytes(spec, engine.page_size)
     budget = engine.kv_cache_bytes or _default_budget()
-    least = least_pages(longest, engine.page_size)
-    num_pages = min(max(demand.num_pages(engine.page_size), least), budget // bytes_of_page)
-    if num_pages < least:
-        limit = "rollout.kv_cache_mb" if engine.kv_cache_bytes else "a quarter of the memory"
-        raise MeshdialError(
-            f"{limit} allows {budget / 2**20:.4g} MiB for the KV cache, and a sample of {longest} "
-            f"tokens needs {least * bytes_of_page / 2**20:.4g} MiB"
-        )
-    return num_pages
+    return pages_within(
+        budget,
+        "rollout.kv_cache_mb" if engine.kv_cache_bytes else "a quarter of the memory",
+        page_bytes(spec, engine.page_size),
+        demand.num_pages(engine.page_size),
+        longest,
+        engine.page_size,
+    )
 
 
 def _default_budget() -> int:

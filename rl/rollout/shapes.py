@@ -19,10 +19,15 @@ def power_of_two(count: int, least: int = 1) -> int:
     return max(least, 1 << max(count - 1, 0).bit_length())
 
 
+def rounded_up(count: int, least: int, num_parts: int) -> int:
+    """To a multiple of `least`, then of a `num_parts`-th of the next power of two: few sizes."""
+    size = max(least, power_of_two(count) // num_parts)
+    return -(-count // size) * size
+
+
 def num_rows_for(num_samples: int) -> int:
     """Decode rows for so many samples: a multiple of 8, then of ever more, so that few exist."""
-    size = max(8, power_of_two(num_samples) // 4)
-    return -(-num_samples // size) * size
+    return rounded_up(num_samples, 8, 4)
 
 
 def num_first_rows_for(num_samples: int) -> int:
@@ -32,8 +37,7 @@ def num_first_rows_for(num_samples: int) -> int:
 
 def padded_length(length: int) -> int:
     """At least `length`: a multiple of 16, then two sizes an octave."""
-    size = max(16, power_of_two(length) // 4)
-    return -(-length // size) * size
+    return rounded_up(length, 16, 4)
 
 
 def chunk_length(run_lengths: list[int]) -> int:
