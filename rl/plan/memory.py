@@ -10,7 +10,7 @@ that plain XLA attention gathers besides the pool, the compiler's scratch space,
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rl.learner.packing import Shape
 from rl.models.token_scores import MAX_LOGITS
@@ -26,6 +26,7 @@ from rl.plan.shape import (
     trainable,
 )
 from rl.plan.work import Work
+from rl.rollout.attention.pool import page_bytes
 from rl.rollout.pages import pages_within
 from rl.rollout.shapes import MAX_PREFILL_PAIRS, MAX_PREFILL_TOKENS
 
@@ -231,9 +232,7 @@ def _forward_bytes(work: Work, dtype: str, tokens: int, scores: int, tensor: int
 def cache_bytes_per_token(work: Work) -> int:
     """2 x layers x key-value heads x head size x bytes of the rollout's dtype: 524,288 for
     Llama-2-7B in 16 bits."""
-    config = work.spec.config
-    channels = config.num_key_value_heads * config.head_dim
-    return 2 * config.num_hidden_layers * channels * itemsize(work.rollout_dtype)
+    return page_bytes(replace(work.spec, dtype=work.rollout_dtype), 1)
 
 
 @functools.cache

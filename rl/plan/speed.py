@@ -27,8 +27,7 @@ from rl.plan.shape import (
     trainable,
 )
 from rl.plan.work import Work
-from rl.rollout.decode import MAX_STEPS
-from rl.rollout.engine import ACCELERATORS_FLOPS_A_DISPATCH
+from rl.rollout.engine import suited_steps
 
 
 @dataclass(frozen=True)
@@ -178,10 +177,9 @@ def decoding(work: Work, mesh: PlannedMesh, device: Device) -> Decoding:
     return Decoding(num_rows, num_turns, prefill, step, num_steps)
 
 
-def steps_per_dispatch(work: Work, num_rows: int) -> float:
-    """As the rollout engine chooses them; weights are gathered once a dispatch."""
-    flops = 2 * num_parameters(tensors(work.spec)) * num_rows
-    return min(max(ACCELERATORS_FLOPS_A_DISPATCH // flops, 1), MAX_STEPS)
+def steps_per_dispatch(work: Work, num_rows: int) -> int:
+    """As the rollout engine chooses them on accelerators; weights are gathered once a dispatch."""
+    return suited_steps(work.spec, num_rows, "accelerator", gathers=False)
 
 
 # Bytes that each device reads or sends
