@@ -1,4 +1,4 @@
-"""A policy under training as a folder: parameters, optimizer state and counters.
+"""A policy or a critic under training as a folder: parameters, optimizer state and counters.
 
     manifest.json     counters, content ids, and the dtype and shape of every array
     arrays/           an orbax checkpoint, which any device layout restores
@@ -11,7 +11,7 @@ what is restored must have them.
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,7 @@ _MANIFEST_KEYS = (
     "counters",
     "arrays",
 )
+Kind = Literal["policy", "critic"]
 CHECKSUMS = "checksums.json"
 BATCH_BYTES = 128 * 2**20  # of parameters that are in memory at one time, unless one is larger
 # They say when and where the arrays were written; a restore does without.
@@ -54,10 +55,11 @@ def save_policy(
     optimizer_state: Any,
     counters: Mapping[str, int],
     manifest_extra: Mapping[str, Any] | None = None,
+    kind: Kind = "policy",
 ) -> dict:
     """Writes the folder and returns its manifest.
 
-    `optimizer_state` is any tree of arrays. The manifest's `content_id` names parameters, optimizer
+    `kind` is what is trained; `optimizer_state` is any tree of arrays. The manifest's `content_id` names parameters, optimizer
     state and counters together, `parameters_content_id` the parameters alone.
     """
     trees = {"trainable": dict(trainable), "optimizer": _named_leaves(optimizer_state)}
@@ -69,7 +71,7 @@ def save_policy(
     manifest = {
         **(manifest_extra or {}),
         **ids,
-        "kind": "policy",
+        "kind": kind,
         "format": FORMAT,
         "content_id": json_content_id(ids),
         "arrays": _shapes(trees),
@@ -82,7 +84,10 @@ def save_policy(
 
 
 def restore_policy(
-    path: str | Path, abstract_trainable: Mapping[str, Any], abstract_optimizer_state: Any
+    path: str | Path,
+    abstract_trainable: Mapping[str, Any],
+    abstract_optimizer_state: Any,
+    kind: Kind = "policy",
 ) -> tuple[Parameters, Any, dict]:
     """(trainable, optimizer_state, counters) of a folder, verified against its content ids.
 
@@ -91,7 +96,7 @@ def restore_policy(
     has other arrays, or is damaged.
     """
     path = Path(path)
-    manifest = read_manifest(path)
+    manifest = read_manifest(path, kind)
     abstract = {
         "trainable": dict(abstract_trainable),
         "optimizer": _named_leaves(abstract_optimizer_state),
@@ -193,12 +198,13 @@ def _told(array: Mapping | None) -> str:
     return "absent" if array is None else f"{array['dtype']} {array['shape']}"
 
 
-def read_manifest(path: Path) -> dict:
-    """The manifest of a policy; MeshdialError if it is missing, damaged or of another format."""
+def read_manifest(path: Path, kind: Kind = "policy") -> dict:
+    """The manifest of a checkpoint of this kind; MeshdialError if it is missing, damaged or of
+    another format."""
     where = path / MANIFEST
     manifest = read_json(where)
-    if not isinstance(manifest, dict) or manifest.get("kind") != "policy":
-        raise MeshdialError(f"{where} is not the manifest of a policy")
+    if not isinstance(manifest, dict) or manifest.get("kind") != kind:
+        raise MeshdialError(f"{where} is not the manifest of a {kind}")
     if manifest.get("format") != FORMAT:
         raise MeshdialError(f"{where} has format {manifest.get('format')}, expected {FORMAT}")
     for key in _MANIFEST_KEYS:

@@ -17,7 +17,8 @@ from typing import Any
 import jsonschema
 import yaml
 
-from rl.conflicts import conflicts
+from rl.algorithms.presets import PRESETS
+from rl.conflicts import conflicts, unread_keys
 from rl.errors import MeshdialError
 
 SCHEMA = Path(__file__).parents[1] / "workflow" / "schemas" / "config.schema.yaml"
@@ -47,16 +48,36 @@ def schema() -> dict:
 
 
 def complete(config: Mapping, name: str = "the config") -> dict:
-    """A copy of `config` with every default filled in, checked key by key and key against key."""
+    """A copy of `config` with every default filled in, checked key by key and key against key.
+
+    What is not written comes from the algorithm's preset, and then from the schema.
+    """
     config = _parsed(config, schema())
     for error in sorted(Validator(schema()).iter_errors(config), key=str):
         raise MeshdialError(f"{name}: {_sentence(error)}")
-    filled = _fill(config, schema())
-    if filled["evaluation"]["functions"] is None:
-        filled["evaluation"]["functions"] = filled["reward"]["functions"]
-    for sentence in conflicts(filled):
+    filled = _fill(_with_preset(config), schema())
+    _follow(filled)
+    for sentence in (*unread_keys(config, filled), *conflicts(filled)):
         raise MeshdialError(f"{name}: {sentence}")
     return filled
+
+
+def _with_preset(config: Mapping) -> dict:
+    """`config` on top of its preset's settings."""
+    algorithm = schema()["properties"]["algorithm"]["properties"]
+    preset = config.get("algorithm", {}).get("preset", algorithm["preset"]["default"])
+    reward = config.get("reward", {})
+    only_models = {"reward.functions": []} if reward.get("models") else {}
+    return _with_settings(_with_settings({}, PRESETS[preset].settings | only_models), config)
+
+
+def _follow(filled: dict) -> None:
+    """Keys whose null stands for another key's value."""
+    if filled["evaluation"]["functions"] is None:
+        filled["evaluation"]["functions"] = filled["reward"]["functions"]
+    for key in ("epochs", "updates_per_batch"):
+        if filled["critic"][key] is None:
+            filled["critic"][key] = filled["learner"][key]
 
 
 def expand(config: Mapping, folder: Path = Path(".")) -> dict[str, dict]:

@@ -1,21 +1,42 @@
 """Keys of a config that do not fit each other."""
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
-from rl.mesh import check_dial, check_fit
+from rl.algorithms.presets import READ_WITH, combination_errors
+from rl.mesh import check_dial, check_fit, uses_critic
+
+
+def unread_keys(written: Mapping, config: Mapping) -> Iterator[str]:
+    """One sentence for each key that was written and that nothing reads beside another's value."""
+    for key, (other, values) in READ_WITH.items():
+        value, chosen = lookup(written, key), lookup(config, other)
+        if value is not None and chosen not in values:
+            yield (
+                f"{key} is {value!r}, which is read only where {other} is "
+                f"{' or '.join(map(str, values))}, and it is {chosen}"
+            )
+
+
+def lookup(config: Mapping, dotted: str):
+    """The value of a dotted key, None where it is not there."""
+    for key in dotted.split("."):
+        config = config.get(key) if isinstance(config, Mapping) else None
+    return config
 
 
 def conflicts(config: Mapping) -> Iterator[str]:
     """One sentence for each case; `config` is complete, and right key by key."""
     rollout, learner, model = config["rollout"], config["learner"], config["model"]
-    prompts, updates = rollout["prompts_per_iteration"], learner["updates_per_batch"]
-    if prompts % updates:
-        yield (
-            f"rollout.prompts_per_iteration is {prompts} (a batch of {prompts} x "
-            f"{rollout['group_size']} completions), which learner.updates_per_batch = {updates} "
-            "does not divide; each update takes whole groups"
-        )
+    yield from _divided(rollout, learner, "learner")
+    if uses_critic(config):
+        yield from _divided(rollout, config["critic"], "critic")
+        yield from _optimizer("critic.optimizer", config["critic"]["optimizer"])
+    yield from _optimizer("optimizer", config["optimizer"])
+    yield from combination_errors(config)
     yield from _truncated(rollout)
+    yield from _scored(config)
+    yield from _evaluated(config["evaluation"])
     if (model["source"] == "scratch") != (model["architecture"] is not None):
         yield (
             f"model.source is {model['source']!r} and model.architecture is "
@@ -24,26 +45,80 @@ def conflicts(config: Mapping) -> Iterator[str]:
         )
     if model["architecture"] is not None:
         yield from _misshapen(model["architecture"])
-    optimizer = config["optimizer"]
-    if optimizer["schedule"] != "constant" and optimizer["horizon"] is None:
-        yield f"optimizer.schedule is {optimizer['schedule']}, which needs optimizer.horizon"
-    if optimizer["name"] == "adam" and optimizer["weight_decay"]:
-        yield (
-            f"optimizer.weight_decay is {optimizer['weight_decay']}, and optimizer.name is adam, "
-            "which has none; take adamw"
-        )
-    if optimizer["horizon"] is not None and optimizer["horizon"] <= optimizer["warmup"]:
-        yield (
-            f"optimizer.horizon is {optimizer['horizon']}, expected more than "
-            f"optimizer.warmup = {optimizer['warmup']}"
-        )
     task = config["task"]
+    if task["name"] == "reasoning_gym" and not task["datasets"]:
+        yield "task.datasets is empty, and the task reasoning_gym mixes them; name at least one"
     if (task["name"] == "table") != (task["train_file"] is not None):
         yield (
             f"task.name is {task['name']} and task.train_file is {task['train_file']!r}; the task "
             "table reads a file, and no other task does"
         )
-    yield from list(check_dial(config["cluster"])) or check_fit(config)
+    cluster = config["cluster"]
+    if uses_critic(config) and len(cluster["meshes"]) > 1 and cluster["roles"]["critic"] is None:
+        yield (
+            f"cluster.roles.critic is missing, and the estimator gae has a critic; expected one of "
+            f"the meshes {', '.join(cluster['meshes'])}"
+        )
+    yield from list(check_dial(cluster)) or check_fit(config)
+
+
+def _divided(rollout: Mapping, learner: Mapping, block: str) -> Iterator[str]:
+    prompts, updates = rollout["prompts_per_iteration"], learner["updates_per_batch"]
+    if prompts % updates:
+        yield (
+            f"rollout.prompts_per_iteration is {prompts} (a batch of {prompts} x "
+            f"{rollout['group_size']} completions), which {block}.updates_per_batch = {updates} "
+            "does not divide; each update takes whole groups"
+        )
+
+
+def _optimizer(block: str, optimizer: Mapping) -> Iterator[str]:
+    if optimizer["schedule"] != "constant" and optimizer["horizon"] is None:
+        yield f"{block}.schedule is {optimizer['schedule']}, which needs {block}.horizon"
+    if optimizer["name"] == "adam" and optimizer["weight_decay"]:
+        yield (
+            f"{block}.weight_decay is {optimizer['weight_decay']}, and {block}.name is adam, "
+            "which has none; take adamw"
+        )
+    if optimizer["horizon"] is not None and optimizer["horizon"] <= optimizer["warmup"]:
+        yield (
+            f"{block}.horizon is {optimizer['horizon']}, expected more than "
+            f"{block}.warmup = {optimizer['warmup']}"
+        )
+
+
+def _scored(config: Mapping) -> Iterator[str]:
+    reward = config["reward"]
+    if not reward["functions"] and not reward["models"]:
+        yield "reward.functions is empty and so is reward.models; expected at least one of either"
+    names = [model_name(model) for model in reward["models"]]
+    names += [
+        function["name"] or function["function"].rpartition(":")[2]
+        for function in reward["functions"]
+    ]
+    for name in names:
+        if names.count(name) > 1:
+            yield f"reward has two components called {name}; give one of them a name of its own"
+            return
+    if not config["evaluation"]["functions"] and config["evaluation"]["every"]:
+        yield (
+            "evaluation.functions is missing: reward models do not say which answers are right; "
+            "name a function, or set evaluation.every: 0"
+        )
+
+
+def model_name(model: Mapping) -> str:
+    """The component that a reward model is: its own name or its folder's."""
+    return model["name"] or Path(model["source"]).name
+
+
+def _evaluated(evaluation: Mapping) -> Iterator[str]:
+    for k in evaluation["pass_at"]:
+        if evaluation["num_samples"] and k > evaluation["num_samples"]:
+            yield (
+                f"evaluation.pass_at has {k}, expected at most evaluation.num_samples = "
+                f"{evaluation['num_samples']}"
+            )
 
 
 def _misshapen(architecture: Mapping) -> Iterator[str]:

@@ -31,3 +31,13 @@ class Context:
                 self.progress(f"{prefix}: {line}")
 
         return say
+
+    def watched(self, stage: str) -> Callable[[str], None]:
+        """`occasionally`, of work that also stops when nobody waits for it any more."""
+        say = self.occasionally(stage)
+
+        def tell(line: str) -> None:
+            self.check_alive()
+            say(line)
+
+        return tell

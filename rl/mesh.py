@@ -40,10 +40,19 @@ def check_dial(cluster: Mapping) -> Iterator[str]:
             yield f"cluster.roles.{role} is missing, expected one of the meshes {', '.join(meshes)}"
 
 
+def uses_critic(config: Mapping) -> bool:
+    """Whether the run's algorithm has a value model."""
+    return config["algorithm"]["advantage"]["estimator"] == "gae"
+
+
 def roles_on_meshes(config: Mapping) -> tuple[str, ...]:
     """The roles that a run computes with on a mesh: reward functions run on the host."""
-    has_reference = config["algorithm"]["kl"]["coefficient"] > 0
-    return ("actor", "rollout", *(["reference"] * has_reference))
+    needs = {
+        "reference": config["algorithm"]["kl"]["coefficient"] > 0,
+        "reward": bool(config["reward"]["models"]),
+        "critic": uses_critic(config),
+    }
+    return tuple(role for role in ROLES if needs.get(role, True))
 
 
 def mesh_of(config: Mapping, role: str) -> str:

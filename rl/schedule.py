@@ -1,5 +1,6 @@
-"""Which policy an iteration samples with, which it evaluates, and which versions stay on disk."""
+"""What an iteration samples and with which policy, which versions it needs, and which stay."""
 
+import math
 from collections.abc import Mapping
 
 
@@ -8,11 +9,31 @@ def behaviour_version(lag: int, iteration: int) -> int:
     return max(0, iteration - 1 - lag)
 
 
+def reference_version(refresh_every: int | None, iteration: int) -> int:
+    """The policy that is iteration n's reference, 0 the base: the latest of every k-th version
+    that the iteration does not itself come before."""
+    return 0 if refresh_every is None else (iteration - 1) // refresh_every * refresh_every
+
+
+def num_sampled_prompts(rollout: Mapping) -> int:
+    """How many prompts an iteration samples, so as to train on `prompts_per_iteration`."""
+    return math.ceil(rollout["prompts_per_iteration"] * rollout["oversampling"])
+
+
+def penalises_reward(config: Mapping) -> bool:
+    """Whether the divergence from the reference is part of the reward."""
+    kl = config["algorithm"]["kl"]
+    return kl["place"] == "reward" and kl["coefficient"] > 0
+
+
 def is_anchored(config: Mapping) -> bool:
-    """Whether an update needs the log-probabilities of the policy it starts from at any lag: that
-    policy does not stay through several updates a batch, or samples in another dtype."""
+    """Whether the log-probabilities of the policy that an update starts from are needed at any
+    lag: for the reward, or since that policy does not stay through several updates a batch, or
+    samples in another dtype."""
+    learner = config["learner"]
     is_cast = config["rollout"]["dtype"] not in ("same", config["model"]["dtype"])
-    return config["learner"]["updates_per_batch"] > 1 or is_cast
+    has_several = learner["epochs"] * learner["updates_per_batch"] > 1
+    return has_several or is_cast or penalises_reward(config)
 
 
 def is_evaluated(every: int, iteration: int, iterations: int) -> bool:

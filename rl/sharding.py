@@ -46,6 +46,7 @@ KERNEL_AXES = {
     "up_proj": ("embed", "mlp"),
     "down_proj": ("mlp", "embed"),
     "lm_head": ("embed", "vocab"),
+    "score": ("embed", None),
 }
 """Logical axes of each module's matrix as it lies in memory, [in, out]."""
 

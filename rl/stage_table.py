@@ -32,41 +32,75 @@ STAGES = {
     "prepare_prompts": StageSpec(1, ("task",)),
     "warm_start": StageSpec(3, ("warm_start", "rollout.max_tokens")),
     "start_policy": StageSpec(1, ("seed", "lora", "optimizer.name")),
+    # Of one model: the workflow adds its source and dtype.
+    "init_value_model": StageSpec(1, ()),
+    "start_critic": StageSpec(1, ("seed", "critic.lora", "critic.optimizer.name")),
     "sync_weights": StageSpec(2, ("lora", "rollout.dtype")),
     "generate_rollouts": StageSpec(
-        2, ("seed", "lora", "rollout.prompts_per_iteration", "rollout.group_size", *SAMPLING)
-    ),
-    "score_rewards": StageSpec(
-        1, ("seed", "reward.functions", "reward.time_limit_s", "reward.memory_limit_mb")
-    ),
-    "reference_logprobs": StageSpec(2, ("rollout.temperature", "rollout.max_tokens")),
-    "policy_logprobs": StageSpec(2, ("lora", "rollout.temperature", "rollout.max_tokens")),
-    "estimate_advantages": StageSpec(1, ("algorithm.deviation",)),
-    "update_actor": StageSpec(
         3,
         (
-            *("lora", "rollout.temperature", "rollout.max_tokens", "learner.updates_per_batch"),
-            *("algorithm.clip_low", "algorithm.clip_high", "algorithm.aggregation", "algorithm.kl"),
-            *("optimizer", "lag", "algorithm.off_policy"),
+            *("seed", "lora", "rollout.prompts_per_iteration", "rollout.oversampling"),
+            *("rollout.group_size", *SAMPLING),
         ),
     ),
-    "check_iteration": StageSpec(2, ("lag",)),
-    "evaluate_policy": StageSpec(
+    # The workflow adds the models' names: their weights do not matter here.
+    "score_with_models": StageSpec(1, ()),
+    "score_rewards": StageSpec(
         2,
         (
+            *("seed", "reward.functions", "reward.models", "reward.time_limit_s"),
+            "reward.memory_limit_mb",
+        ),
+    ),
+    "reference_logprobs": StageSpec(
+        3, ("rollout.temperature", "rollout.max_tokens", "lora", "reference.refresh_every")
+    ),
+    "policy_logprobs": StageSpec(2, ("lora", "rollout.temperature", "rollout.max_tokens")),
+    "critic_values": StageSpec(1, ("critic.lora", "rollout.max_tokens")),
+    "estimate_advantages": StageSpec(
+        2,
+        (
+            *("algorithm.advantage", "algorithm.kl", "algorithm.pass_rate"),
+            *("algorithm.passing_reward", "algorithm.overlong", "algorithm.length_penalty"),
+            *("rollout.prompts_per_iteration", "rollout.oversampling", "rollout.max_tokens"),
+            "reward.failure_value",
+        ),
+    ),
+    "update_actor": StageSpec(
+        4,
+        (
+            *("lora", "rollout.temperature", "rollout.max_tokens", "optimizer", "lag"),
+            *("learner.epochs", "learner.updates_per_batch", "critic.warmup_iterations"),
+            *("algorithm.advantage.estimator", "algorithm.ratio", "algorithm.clip"),
+            *("algorithm.aggregation", "algorithm.kl", "algorithm.entropy_coefficient"),
+            "algorithm.off_policy",
+        ),
+    ),
+    "update_critic": StageSpec(
+        1,
+        (
+            *("critic.lora", "critic.optimizer", "critic.clip", "critic.epochs"),
+            *("critic.updates_per_batch", "rollout.max_tokens"),
+        ),
+    ),
+    "check_iteration": StageSpec(3, ("lag",)),
+    "evaluate_policy": StageSpec(
+        3,
+        (
             *("lora", "evaluation.temperature", "evaluation.max_prompts", "evaluation.functions"),
+            *("evaluation.num_samples", "evaluation.sample_temperature"),
             *("reward.time_limit_s", "reward.memory_limit_mb"),
             *ENDING,
         ),
     ),
     # For a sink that shows the settings of a run beside its figures.
     "report_run": StageSpec(
-        2,
+        3,
         (
-            *("iterations", "evaluation.every", "metrics", "seed", "model", "lora", "task"),
-            "lag",
-            *("rollout.prompts_per_iteration", "rollout.group_size", *SAMPLING),
-            *("reward.functions", "algorithm", "optimizer", "learner.updates_per_batch"),
+            *("iterations", "evaluation.every", "evaluation.pass_at", "metrics", "seed", "model"),
+            *("lora", "task", "lag", "rollout.prompts_per_iteration", "rollout.oversampling"),
+            *("rollout.group_size", *SAMPLING, "reward", "algorithm", "reference", "critic"),
+            *("optimizer", "learner.epochs", "learner.updates_per_batch"),
         ),
     ),
     "compare_runs": StageSpec(1, ()),

@@ -22,11 +22,12 @@ import jax
 
 from rl import group
 from rl.artifacts import MANIFEST, read_json
-from rl.checkpoint import abstract_trainable, restore_policy
+from rl.checkpoint import Kind, abstract_trainable, restore_parameters, restore_policy
+from rl.checkpoint import read_manifest as read_policy_manifest
 from rl.learner import OptimizerConfig, init_optimizer
 from rl.memory import Memory
 from rl.models.families import model_config, read_config
-from rl.models.spec import ModelConfig, ModelSpec, Parameters
+from rl.models.spec import Head, ModelConfig, ModelSpec, Parameters
 from rl.models.tokenizer import Tokenizer
 from rl.models.transformer import parameter_shapes, trainable_names
 from rl.sharding import (
@@ -43,17 +44,23 @@ from rl.weights import check_identity, load_model, load_weights, read_manifest
 
 @dataclass(frozen=True)
 class Base:
-    """The policy before reinforcement learning, which is the reference too."""
+    """A shared model: the policy before reinforcement learning, which is the reference too, or a
+    model with a value head."""
 
     config: ModelConfig
     parameters: Parameters
     dtype: str
     content_id: str
+    head: Head
+
+    @property
+    def spec(self) -> ModelSpec:
+        return ModelSpec(self.config, None, self.dtype, self.head)
 
 
 @dataclass(frozen=True)
 class Policy:
-    """A policy version under training."""
+    """A version of a policy, or of a critic, under training."""
 
     spec: ModelSpec
     trainable: Parameters
@@ -93,15 +100,15 @@ def load_base(
     `dtype` casts it. `is_private` gives arrays of the caller's own, which it may overwrite.
     """
     config, manifest = base_facts(folder)
-    wanted = dtype or manifest["dtype"]
+    wanted, head = dtype or manifest["dtype"], manifest.get("head", "lm")
     key = ("base", manifest["content_id"], wanted, name_of(current()))
     parameters = None if is_private else memory.get(*key)
     if parameters is None:
-        shardings = _shardings(ModelSpec(config, None, wanted))
+        shardings = _shardings(ModelSpec(config, None, wanted, head))
         parameters = load_model(folder, manifest, wanted, shardings).parameters
         if not is_private:
             memory.put(parameters, *key)
-    return Base(config, parameters, wanted, manifest["content_id"])
+    return Base(config, parameters, wanted, manifest["content_id"], head)
 
 
 def _shardings(spec: ModelSpec) -> dict[str, jax.sharding.NamedSharding]:
@@ -134,15 +141,31 @@ def load_policy(job: Request, memory: Memory, version: int, is_taken: bool = Fal
     MeshdialError if it is of another version. `is_taken`: the caller will overwrite the arrays, so
     that the memory must forget them, the rollout's aliases too.
     """
-    folder, base_folder = job.input("policy"), job.input("base")
-    config, base_manifest = base_facts(base_folder)
+    config, base_manifest = base_facts(job.input("base"))
     spec = job.spec(config, base_manifest["dtype"])
+    return _trained(memory, job.input("policy"), job.input("base"), spec, version, is_taken)
+
+
+def load_critic(job: Request, memory: Memory, version: int, is_taken: bool = False) -> Policy:
+    """As `load_policy`, the critic of the inputs `critic` and `trunk`, the model it started from.
+
+    Under an adapter its trunk is that model's own arrays, the actor's where they share both.
+    """
+    config, manifest = base_facts(job.input("trunk"))
+    spec = job.critic_spec(config, manifest["dtype"])
+    return _trained(memory, job.input("critic"), job.input("trunk"), spec, version, is_taken)
+
+
+def _trained(
+    memory: Memory, folder: Path, base_folder: Path, spec: ModelSpec, version: int, is_taken: bool
+) -> Policy:
+    kind = "critic" if spec.head == "value" else "policy"
     manifest = read_json(folder / MANIFEST)
     check_identity(folder, manifest, version)
-    held = memory.get("policy", manifest["content_id"], name_of(current()))
+    held = memory.get(kind, manifest["content_id"], name_of(current()))
     if held is None:
-        held = _restored(folder, spec, manifest["optimizer"])
-        remember_policy(memory, manifest, *held)
+        held = _restored(folder, spec, manifest["optimizer"], kind)
+        remember_trained(memory, manifest, *held, kind)
     if is_taken:
         memory.forget(held)
     trainable, state = held
@@ -150,10 +173,10 @@ def load_policy(job: Request, memory: Memory, version: int, is_taken: bool = Fal
     return Policy(spec, trainable, frozen, state, version, identity)
 
 
-def _restored(folder: Path, spec: ModelSpec, optimizer: str) -> tuple[Parameters, Any]:
+def _restored(folder: Path, spec: ModelSpec, optimizer: str, kind: Kind) -> tuple[Parameters, Any]:
     trainable = abstract_trainable(spec)
     state = jax.eval_shape(partial(init_optimizer, first_optimizer(optimizer)), trainable)
-    return restore_policy(folder, *map(on_mesh, (trainable, state)))[:2]
+    return restore_policy(folder, *map(on_mesh, (trainable, state)), kind)[:2]
 
 
 def on_mesh(shapes: Any) -> Any:
@@ -181,12 +204,14 @@ def first_optimizer(kind: str) -> OptimizerConfig:
     )
 
 
-def remember_policy(memory: Memory, manifest: Mapping, trainable: Parameters, state: Any) -> None:
-    """Hold a policy that was just published, for whoever asks for it next."""
+def remember_trained(
+    memory: Memory, manifest: Mapping, trainable: Parameters, state: Any, kind: Kind
+) -> None:
+    """Hold what was just published, for whoever asks for it next."""
     place = name_of(current())
-    memory.put((trainable, state), "policy", manifest["content_id"], place)
-    # Rollouts know a policy by its parameters alone.
-    memory.put(trainable, "parameters", manifest["parameters_content_id"], place)
+    memory.put((trainable, state), kind, manifest["content_id"], place)
+    if kind == "policy":  # which rollouts know by its parameters alone
+        memory.put(trainable, "parameters", manifest["parameters_content_id"], place)
 
 
 def held_parameters(memory: Memory, manifest: Mapping) -> Parameters | None:
@@ -194,6 +219,32 @@ def held_parameters(memory: Memory, manifest: Mapping) -> Parameters | None:
     place = name_of(current())
     held = memory.get("policy", manifest["content_id"], place)
     return held[0] if held else memory.get("parameters", manifest["parameters_content_id"], place)
+
+
+# The reference role
+
+
+def load_reference(job: Request, memory: Memory, version: int) -> tuple[ModelSpec, Parameters, Any]:
+    """(spec, trainable, frozen) of the reference: the base, or the version of input `policy`.
+
+    Under an adapter both are the base's own arrays, the latter beside an adapter of its own: a
+    policy under training overwrites its arrays, and a reference stays.
+    """
+    if "policy" not in job.inputs:
+        base = load_base(memory, job.input("base"))
+        return base.spec, {}, base.parameters
+    folder = job.input("policy")
+    config, base_manifest = base_facts(job.input("base"))
+    spec = job.spec(config, base_manifest["dtype"])
+    manifest = read_policy_manifest(folder)
+    check_identity(folder, manifest, version)
+    key = ("reference", manifest["parameters_content_id"], name_of(current()))
+    trainable = memory.get(*key)
+    if trainable is None:
+        batches = restore_parameters(folder, on_mesh(abstract_trainable(spec)))
+        trainable = {name: value for batch in batches for name, value in batch.items()}
+        memory.put(trainable, *key)
+    return spec, trainable, _frozen(memory, job.input("base"), spec)
 
 
 # The rollout role

@@ -4,7 +4,8 @@ from pathlib import Path
 
 from rl.config import complete
 from rl.context import Context
-from rl.schedule import behaviour_version
+from rl.mesh import uses_critic
+from rl.schedule import behaviour_version, is_anchored, penalises_reward, reference_version
 from rl.stage_table import stage_config
 from rl.stages import run
 
@@ -42,11 +43,11 @@ class Pipeline:
     def path(self, *parts: str) -> Path:
         return self.folder.joinpath(*parts)
 
-    def stage(self, name: str, iteration: int = 0, inputs=(), outputs=()) -> None:
+    def stage(self, name: str, iteration: int = 0, inputs=(), outputs=(), **config) -> None:
         """One stage; inputs and outputs are (name, path below the folder)."""
         request = {
             "stage": name,
-            "config": stage_config(self.config, name),
+            "config": stage_config(self.config, name) | config,
             "iteration": iteration,
             "inputs": {key: str(self.path(path)) for key, path in inputs},
             "outputs": {key: str(self.path(path)) for key, path in outputs},
@@ -70,6 +71,8 @@ class Pipeline:
         outputs = [("train", "train.parquet"), ("heldout", "heldout.parquet")]
         self.stage("prepare_prompts", outputs=outputs)
         self.stage("start_policy", 0, [("base", "base")], [("policy", "0/policy")])
+        if uses_critic(self.config):
+            self.stage("start_critic", 0, [("trunk", "base")], [("critic", "0/critic")])
         self.sync(0)
 
     def sync(self, n: int) -> None:
@@ -86,27 +89,47 @@ class Pipeline:
         self.stage("score_rewards", n, [rollouts], [rewards])
         if self.config["algorithm"]["kl"]["coefficient"]:
             outputs = [("reference", f"{n}/reference.parquet")]
-            self.stage("reference_logprobs", n, [rollouts, ("base", "base")], outputs)
-        if self.config["learner"]["updates_per_batch"] > 1 or self.config["lag"]:
+            inputs = [rollouts, ("base", "base")]
+            version = reference_version(self.config["reference"]["refresh_every"], n)
+            inputs += [("policy", f"{version}/policy")] * (version > 0)
+            self.stage("reference_logprobs", n, inputs, outputs)
+        if is_anchored(self.config) or self.config["lag"]:
             inputs = [rollouts, ("policy", f"{n - 1}/policy"), ("base", "base")]
             outputs = [("policy_logprobs", f"{n}/policy_logprobs.parquet")]
             self.stage("policy_logprobs", n, inputs, outputs)
-        outputs = [("advantages", f"{n}/advantages.parquet")]
-        self.stage("estimate_advantages", n, [rollouts, rewards], outputs)
+        if uses_critic(self.config):
+            inputs = [rollouts, ("critic", f"{n - 1}/critic"), ("trunk", "base")]
+            self.stage("critic_values", n, inputs, [("values", f"{n}/values.parquet")])
+        self.advantages(n)
 
-    def tables(self, n: int) -> list[tuple[str, str]]:
-        names = ("rollouts", "advantages", "reference", "policy_logprobs")
+    def advantages(self, n: int) -> None:
+        names = ["rollouts", "rewards", *(["values"] * uses_critic(self.config))]
+        names += ["reference", "policy_logprobs"] * penalises_reward(self.config)
+        outputs = [("advantages", f"{n}/advantages.parquet")]
+        self.stage("estimate_advantages", n, self.tables(n, *names), outputs)
+
+    def tables(self, n: int, *names: str) -> list[tuple[str, str]]:
+        """Those of these tables that there are."""
         paths = [(name, f"{n}/{name}.parquet") for name in names]
         return [(name, path) for name, path in paths if self.path(path).exists()]
 
     def learn(self, n: int) -> None:
-        inputs = [("policy", f"{n - 1}/policy"), ("base", "base"), *self.tables(n)]
+        tables = self.tables(n, "rollouts", "advantages", "reference", "policy_logprobs")
+        inputs = [("policy", f"{n - 1}/policy"), ("base", "base"), *tables]
         outputs = [("policy", f"{n}/policy"), ("figures", f"{n}/update.json")]
         self.stage("update_actor", n, inputs, outputs)
+        if uses_critic(self.config):
+            tables = self.tables(n, "rollouts", "advantages", "values")
+            inputs = [("critic", f"{n - 1}/critic"), ("trunk", "base"), *tables]
+            outputs = [("critic", f"{n}/critic"), ("figures", f"{n}/critic_update.json")]
+            self.stage("update_critic", n, inputs, outputs)
 
     def check(self, n: int) -> None:
-        inputs = [("policy", f"{n}/policy"), ("figures", f"{n}/update.json"), *self.tables(n)]
-        inputs.append(("rewards", f"{n}/rewards.parquet"))
+        names = ("rollouts", "rewards", "advantages", "reference", "policy_logprobs", "values")
+        inputs = [("policy", f"{n}/policy"), ("figures", f"{n}/update.json")]
+        inputs += self.tables(n, *names, "model_scores")
+        if uses_critic(self.config):
+            inputs += [("critic", f"{n}/critic"), ("critic_figures", f"{n}/critic_update.json")]
         self.stage("check_iteration", n, inputs, [("checks", f"{n}/checks.json")])
 
     def iterate(self, n: int) -> None:

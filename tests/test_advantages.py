@@ -11,21 +11,29 @@ GROUPS = ["a", "a", "a", "a", "b", "b"]
 ALL_SCORED = [True] * 6
 
 
+ESTIMATORS = [
+    ("group_zscore", "population"),
+    ("group_zscore", "sample"),
+    ("group_mean",),
+    ("leave_one_out",),
+]
 A, B = np.sqrt(0.75), np.sqrt(0.5)
 
 
 @pytest.mark.parametrize(
-    ("deviation", "expected"),
+    ("estimator", "deviation", "expected"),
     [
         # Group a: mean 1/2, squares 4 * 1/4; group b: mean 2, squares 2 * 1.
-        ("population", [1.0, -1.0, -1.0, 1.0, 1.0, -1.0]),
-        ("sample", [A, -A, -A, A, B, -B]),
-        ("none", [0.5, -0.5, -0.5, 0.5, 1.0, -1.0]),
+        ("group_zscore", "population", [1.0, -1.0, -1.0, 1.0, 1.0, -1.0]),
+        ("group_zscore", "sample", [A, -A, -A, A, B, -B]),
+        ("group_mean", "population", [0.5, -0.5, -0.5, 0.5, 1.0, -1.0]),
+        # The others of a: 1/3 for a 1, 2/3 for a 0; of b: 1 and 3.
+        ("leave_one_out", "population", [2 / 3, -2 / 3, -2 / 3, 2 / 3, 2.0, -2.0]),
     ],
 )
-def test_values(deviation, expected):
+def test_values(estimator, deviation, expected):
     advantages, is_degenerate = group_advantages(
-        REWARDS, GROUPS, ALL_SCORED, deviation, epsilon=0.0
+        REWARDS, GROUPS, ALL_SCORED, estimator, deviation, epsilon=0.0
     )
     np.testing.assert_allclose(advantages, expected, rtol=1e-6)
     assert advantages.dtype == np.float32
@@ -38,8 +46,15 @@ def test_epsilon_is_added_to_the_deviation():
 
 
 def test_groups_need_not_be_contiguous():
-    advantages, _ = group_advantages([0, 0, 2, 4], ["x", "y", "x", "y"], [True] * 4, "none")
+    advantages, _ = group_advantages([0, 0, 2, 4], ["x", "y", "x", "y"], [True] * 4, "group_mean")
     np.testing.assert_array_equal(advantages, [-1, -2, 1, 2])
+
+
+def test_leave_one_out_leaves_out_what_is_not_scored():
+    advantages, _ = group_advantages(
+        [1.0, 4.0, np.inf], [0, 0, 0], [True, True, False], "leave_one_out"
+    )
+    np.testing.assert_allclose(advantages, [-3, 3, 0])
 
 
 def test_unscored_samples_count_in_neither_mean_nor_deviation():
@@ -53,8 +68,8 @@ def test_unscored_samples_count_in_neither_mean_nor_deviation():
 
 @pytest.mark.parametrize("scored", [[False, False], [True, False]])
 def test_a_group_with_fewer_than_two_scores_is_degenerate(scored):
-    for deviation in ("population", "sample", "none"):
-        advantages, is_degenerate = group_advantages([5.0, 9.0], [1, 1], scored, deviation)
+    for estimator in ESTIMATORS:
+        advantages, is_degenerate = group_advantages([5.0, 9.0], [1, 1], scored, *estimator)
         np.testing.assert_array_equal(advantages, [0, 0])
         assert is_degenerate.all()
 
@@ -79,10 +94,10 @@ def test_a_scored_reward_that_is_not_finite_is_refused():
 finite = st.floats(-1e6, 1e6)
 
 
-@given(finite, st.integers(1, 9), st.sampled_from(["population", "sample", "none"]))
-def test_equal_rewards_give_exactly_zero(reward, size, deviation):
+@given(finite, st.integers(1, 9), st.sampled_from(ESTIMATORS))
+def test_equal_rewards_give_exactly_zero(reward, size, estimator):
     advantages, is_degenerate = group_advantages(
-        [reward] * size, ["g"] * size, [True] * size, deviation
+        [reward] * size, ["g"] * size, [True] * size, *estimator
     )
     assert (advantages == 0).all()
     assert is_degenerate.all()

@@ -22,7 +22,7 @@ from rl.learner import (
     update,
 )
 from rl.learner.batch import micro_batches
-from rl.learner.update import (
+from rl.learner.gradient import (
     Program,
     add_gradient,
     gradient_function,
@@ -48,8 +48,11 @@ CONFIG = ModelConfig(
 FULL = ModelSpec(CONFIG)
 LORA = ModelSpec(CONFIG, LoraConfig(rank=2, alpha=4.0, targets=("q_proj", "down_proj")))
 LOSS = LossConfig(
+    ratio="token",
+    clip="ppo",
     clip_low=0.2,
     clip_high=0.2,
+    clip_dual=3.0,
     kl_coefficient=0.0,
     kl_estimator="k3",
     entropy_coefficient=None,
@@ -107,7 +110,7 @@ def rollouts(seed=0, zero_groups=(1,)):
         "prompt_tokens": [prompts[group] for group in group_ids],
         "completion_tokens": [rng.integers(0, 11, n).tolist() for n in lengths],
         "completion_mask": mask,
-        "advantages": advantages.astype(np.float32),
+        "advantages": each_token(advantages, lengths),
         "rollout_logprobs": per_token(),
         "proximal_logprobs": per_token(),
         "reference_logprobs": per_token(),
@@ -115,8 +118,12 @@ def rollouts(seed=0, zero_groups=(1,)):
     }
 
 
-def batch(**changes):
-    return pack(**{**rollouts(), **changes})
+def each_token(advantages, lengths):
+    return [np.full(n, value, np.float32) for value, n in zip(advantages, lengths, strict=True)]
+
+
+def batch(zero_groups=(1,), **changes):
+    return pack(**{**rollouts(zero_groups=zero_groups), **changes})
 
 
 def weighted(packed):
@@ -189,7 +196,7 @@ def by_hand(trainable, frozen, data, config, is_on_policy):
     logprobs, entropy = one_by_one(trainable, frozen, data)
     fixed = jax.lax.stop_gradient(logprobs)
     given = {k: padded(data[f"{k}_logprobs"], float) for k in ("rollout", "proximal", "reference")}
-    mask, advantage = padded(data["completion_mask"], float), jnp.array(data["advantages"])[:, None]
+    mask, advantage = (padded(data[key], float) for key in ("completion_mask", "advantages"))
     proximal = fixed if is_on_policy else given["proximal"]
     ratio = jnp.exp(logprobs - proximal)
     bounded = jnp.clip(ratio, 0.8, 1.2)
@@ -250,7 +257,7 @@ def test_figures_of_a_uniform_policy():
         "prompt_tokens": [[1, 2], [1, 2], [3], [3]],
         "completion_tokens": [[1, 2, 3], [4], [5, 6], [7, 8]],
         "completion_mask": [[True, True, False], [True], [True, True], [True, True]],
-        "advantages": [2.0, -1.0, 0.0, 0.0],
+        "advantages": [[2.0, 2.0, 99.0], [-1.0], [0.0, 0.0], [0.0, 0.0]],
         "rollout_logprobs": [[exact - 0.5, exact, 99.0], [exact + 1], [-1, -1], [-1, -1]],
         "temperature": 1.0,
     }
@@ -332,7 +339,7 @@ def test_an_unscored_rollout_without_trained_tokens_may_have_a_nan_advantage():
     data = rollouts()
     data["completion_mask"][2][:] = False
     clean, _ = gradient(EVERY_TERM, pack(**data), WHOLE)
-    data["advantages"][2] = np.nan
+    data["advantages"][2][:] = np.nan
     dirty, _ = gradient(EVERY_TERM, pack(**data), WHOLE)
     np.testing.assert_array_equal(flat(dirty), flat(clean))
 
@@ -361,7 +368,7 @@ def test_a_kl_or_entropy_term_skips_nothing():
 
 
 def test_a_batch_without_any_signal_measures_drift_and_changes_nothing():
-    packed = batch(advantages=np.zeros(P * G), **ON_POLICY)
+    packed = batch(advantages=None, **ON_POLICY)
     trainable, _, figures = run(packed)
     np.testing.assert_array_equal(flat(trainable), flat(parameters()[0]))
     assert figures["gradient_norm"] == 0.0
@@ -437,7 +444,7 @@ def test_one_gradient_program_whatever_the_numbers_are():
     before = add_gradient._cache_size()
     for optimizer in (SGD, replace(SGD, learning_rate=0)):
         for loss in (LOSS, replace(LOSS, clip_high=1, kl_coefficient=0)):
-            run(batch(advantages=np.ones(P * G), **ON_POLICY), loss, optimizer, micro=60)
+            run(batch(zero_groups=(), **ON_POLICY), loss, optimizer, micro=60)
             run(packed, replace(loss, aggregation="sequence-mean-token-mean"), optimizer, micro=60)
     assert add_gradient._cache_size() - before <= 1  # a group more may be another shape
 
@@ -468,7 +475,7 @@ def test_the_memory_of_an_update_follows_the_budget_and_not_the_batch():
             group_ids=ids,
             prompt_tokens=[[1, 2, 3, int(group) % 11] for group in ids],
             completion_tokens=[[4] * 8] * len(ids),
-            advantages=np.ones(len(ids)),
+            advantages=[[1.0] * 8] * len(ids),
             temperature=1.0,
         )
 
@@ -498,7 +505,8 @@ def test_a_gradient_in_bfloat16_is_summed_in_float32():
 
 def test_training_raises_the_probability_of_what_was_rewarded():
     data = rollouts() | ON_POLICY
-    data["advantages"] = np.tile([2.0, -0.5, -0.5, -0.5, -0.5], P).astype(np.float32)
+    lengths = [len(tokens) for tokens in data["completion_tokens"]]
+    data["advantages"] = each_token([2.0, -0.5, -0.5, -0.5, -0.5] * P, lengths)
     packed = pack(**data)
     trainable, frozen = parameters()
     before = score_batch(LORA, trainable, frozen, packed, WHOLE).sum(axis=2)
@@ -569,7 +577,7 @@ def test_pack_lays_rollouts_out_by_group():
         group_ids=["b", "a", "b"],
         prompt_tokens=[[1, 2], [3], [1, 2]],
         completion_tokens=[[4, 5], [6], [7, 8, 9]],
-        advantages=[0.5, 1.5, -0.5],
+        advantages=[[0.5, 0.25], [1.5], [-0.5, 0.0, 0.5]],
         temperature=0.7,
     )
     assert packed.group_shape == (2, 2)
@@ -577,7 +585,8 @@ def test_pack_lays_rollouts_out_by_group():
     np.testing.assert_array_equal(packed.prompt_lengths_P, [2, 1])
     np.testing.assert_array_equal(packed.completion_lengths_PG, [[2, 3], [1, 0]])
     np.testing.assert_array_equal(packed.completion_tokens_PGT[0, 1], [7, 8, 9])
-    np.testing.assert_array_equal(packed.advantages_PG, [[0.5, -0.5], [1.5, 0.0]])
+    np.testing.assert_array_equal(packed.advantages_PGT[0], [[0.5, 0.25, 0.0], [-0.5, 0.0, 0.5]])
+    np.testing.assert_array_equal(packed.advantages_PGT[1], [[1.5, 0.0, 0.0], [0.0, 0.0, 0.0]])
     assert packed.trained_mask().sum() == 6
     assert packed.completion_tokens_PGT.shape == (2, 2, 3)
 
@@ -626,7 +635,9 @@ def test_an_unfit_batch_is_refused():
     with pytest.raises(MeshdialError, match="the off-policy weights of the batch"):
         run(packed)
     with pytest.raises(MeshdialError, match="the advantages of the batch"):
-        run(batch(advantages=[np.inf] * 20))
+        packed = batch()
+        packed.advantages_PGT[0] = np.inf
+        run(packed)
 
 
 def test_divergence_is_refused():

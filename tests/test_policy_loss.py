@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl.algorithms.off_policy import off_policy_weights
-from rl.algorithms.policy_loss import clipped_ratio_loss, probability_ratio
+from rl.algorithms.policy_loss import clipped_loss, importance_ratio, probability_ratio
 
 # ratio, advantage, loss and whether it is clipped, at bounds 0.2 below and 0.3 above.
 CASES = [
@@ -20,6 +20,12 @@ CASES = [
     (1.5, 0.0, 0.0, False),
 ]
 RATIO, ADVANTAGE, LOSS, IS_CLIPPED = (np.array(column) for column in zip(*CASES, strict=True))
+
+
+def clipped_ratio_loss(policy, proximal, advantages, low, high, kind="ppo", dual=3.0):
+    is_trained, segments = jnp.ones_like(policy, bool), jnp.zeros_like(policy, int)
+    ratio = importance_ratio(policy, proximal, "token", is_trained, segments)
+    return clipped_loss(kind, ratio, policy, advantages, low, high, dual)
 
 
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
@@ -75,6 +81,92 @@ def test_an_absurd_ratio_has_a_finite_loss_and_gradient(advantage, log_ratio):
     value, gradient = jax.value_and_grad(loss)(jnp.float32(-1.0 + log_ratio))
     assert np.isfinite(value)
     assert np.isfinite(gradient)
+
+
+def test_a_bound_on_one_side_alone():
+    policy = jnp.log(jnp.array([0.01, 4.0]))
+    loss, is_clipped = clipped_ratio_loss(policy, jnp.zeros(2), jnp.array([-1.0, 1.0]), None, 2.0)
+    np.testing.assert_allclose(loss, [0.01, -3.0], rtol=1e-6)
+    np.testing.assert_array_equal(is_clipped, [False, True])
+
+
+# kind, ratio, advantage, loss, gradient by the policy's log-probability (which is -0.5), clipped
+OTHER_KINDS = [
+    ("dual", 5.0, -2.0, 6.0, 0.0, True),  # held at 3 * 2
+    ("dual", 2.5, -2.0, 5.0, 5.0, False),
+    ("dual", 5.0, 2.0, -2.6, 0.0, True),  # PPO's bound above
+    ("dual", 0.5, -2.0, 1.6, 0.0, True),  # and below
+    ("cispo", 5.0, 2.0, 1.3 * 2.0 * 0.5, -1.3 * 2.0, True),  # clipped, and yet a gradient
+    ("cispo", 0.5, 2.0, 0.8 * 2.0 * 0.5, -0.8 * 2.0, True),
+    ("cispo", 1.1, -2.0, -1.1 * 2.0 * 0.5, 1.1 * 2.0, False),
+    ("none", 5.0, 2.0, -10.0, -10.0, False),
+    ("none", 0.01, -2.0, 0.02, 0.02, False),
+]
+
+
+@pytest.mark.parametrize(("kind", "ratio", "advantage", "loss", "slope", "clipped"), OTHER_KINDS)
+def test_other_kinds_of_clipping(kind, ratio, advantage, loss, slope, clipped):
+    def loss_of(policy):
+        found = clipped_ratio_loss(
+            policy, policy0 - jnp.log(ratio), jnp.float32(advantage), 0.2, 0.3, kind
+        )
+        return found[0], found[1]
+
+    policy0 = jnp.float32(-0.5)
+    (value, is_clipped), gradient = jax.value_and_grad(loss_of, has_aux=True)(policy0)
+    np.testing.assert_allclose(value, loss, rtol=1e-5)
+    np.testing.assert_allclose(gradient, slope, rtol=1e-5, atol=1e-7)
+    assert bool(is_clipped) is clipped
+
+
+# A row with the sequences 4 (three tokens, the second not trained on), 0 (two) and padding.
+SEGMENTS = jnp.array([[4, 4, 4, 0, 0, -1]])
+IS_TRAINED = jnp.array([[True, False, True, True, True, False]])
+
+
+def by_sequence(policy, proximal):
+    return importance_ratio(policy, proximal, "sequence", IS_TRAINED, SEGMENTS)
+
+
+def test_the_ratio_of_a_sequence_is_the_geometric_mean_over_its_trained_tokens():
+    proximal = jnp.zeros((1, 6))
+    policy = jnp.log(jnp.array([[2.0, 99.0, 0.5 * 9, 4.0, 0.25, 7.0]]))
+    ratio = by_sequence(policy, proximal)
+    np.testing.assert_allclose(ratio, [[3.0, 1.0, 3.0, 1.0, 1.0, 1.0]], rtol=1e-6)
+
+
+def test_the_gradient_of_a_sequence_ratio_is_that_of_the_plain_formula():
+    generator = np.random.default_rng(0)
+    policy, proximal = jnp.asarray(generator.normal(size=(2, 1, 6)), jnp.float32)
+    weights = jnp.asarray(generator.normal(size=(1, 6)), jnp.float32) * IS_TRAINED
+
+    def plain(policy):
+        d = policy[0] - proximal[0]
+        first, second = jnp.exp((d[0] + d[2]) / 2), jnp.exp((d[3] + d[4]) / 2)
+        w = weights[0]
+        return (w[0] + w[2]) * first + (w[3] + w[4]) * second
+
+    actual = jax.jit(jax.grad(lambda p: jnp.sum(weights * by_sequence(p, proximal))))(policy)
+    np.testing.assert_allclose(actual, jax.grad(plain)(policy), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_what_is_not_trained_on_may_be_nan(level):
+    proximal = jnp.where(IS_TRAINED, -1.0, jnp.nan)
+
+    def total(policy):
+        return importance_ratio(policy, proximal, level, IS_TRAINED, SEGMENTS).sum()
+
+    ratio, gradient = jax.value_and_grad(total)(jnp.full((1, 6), -1.0))
+    assert ratio == 6.0
+    np.testing.assert_allclose(gradient, jnp.where(IS_TRAINED, 1.0, 0.0), rtol=1e-6)
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(-60, 0, width=32), min_size=6, max_size=6))
+def test_on_policy_the_ratio_of_a_sequence_is_exactly_one(logprobs):
+    logprobs = jnp.array([logprobs], jnp.float32)
+    np.testing.assert_array_equal(by_sequence(logprobs, logprobs), 1.0)
 
 
 # Two sequences of three tokens; the last of the second is masked, and holds nothing to read.

@@ -41,9 +41,10 @@ def write(path, rows):
     return str(path)
 
 
-def made(train_file, heldout_file=None, heldout_fraction=0.1):
+def made(train_file, heldout_file=None, heldout_fraction=0.1, column=None, bounds=(0, 1)):
     task = {"name": "table", "train_file": train_file, "heldout_file": heldout_file}
-    train, heldout = make_prompts(task | {"heldout_fraction": heldout_fraction})
+    rates = {"pass_rate_column": column, "pass_rate": bounds}
+    train, heldout = make_prompts(task | {"heldout_fraction": heldout_fraction} | rates)
     return train.to_pylist(), heldout.to_pylist()
 
 
@@ -254,3 +255,47 @@ def test_an_empty_side_is_an_error(tmp_path):
         made(train, heldout_fraction=1e-9)
     with pytest.raises(MeshdialError, match="no training prompt among the 3 rows"):
         made(train, heldout_file=train)
+
+
+def rated(*rates):
+    return [{"prompt": f"{n}?", "answer": n, "rate": rate} for n, rate in enumerate(rates)]
+
+
+def test_training_rows_outside_the_pass_rate_are_left_out(tmp_path):
+    train = write(tmp_path / "train.jsonl", [*rated(0.0, 0.2, 0.5, 0.8, 1), *rated(0.0, 0.2)])
+    heldout = write(tmp_path / "heldout.jsonl", [{"prompt": "9?", "answer": 9, "rate": 1.0}])
+    kept, held = made(train, heldout, column="rate", bounds=(0.2, 0.8))
+    assert [row["prompt"] for row in kept] == ["1?", "2?", "3?", "1?"]
+    assert [row["prompt"] for row in held] == ["9?"]
+    assert len(made(train, heldout, column="rate", bounds=(0, 1))[0]) == 7
+    assert len(made(train, heldout)[0]) == 7
+
+
+def test_a_pass_rate_may_stand_inside_a_column(tmp_path):
+    rows = [row | {"extra_info": {"rate": n / 2}} for n, row in enumerate(VERL_ROWS)]
+    train = write(tmp_path / "train.parquet", rows)
+    heldout = write(tmp_path / "heldout.jsonl", numbered(1))
+    kept, _ = made(train, heldout, column="extra_info.rate", bounds=(0.5, 1))
+    assert [row["ground_truth"] for row in kept] == ["2"]
+
+
+@pytest.mark.parametrize(
+    "rate, found", [(1.5, "1.5"), (-0.1, "-0.1"), ("0.5", "'0.5'"), (None, "None"), (True, "True")]
+)
+def test_a_bad_pass_rate_names_file_row_and_column(tmp_path, rate, found):
+    train = write(tmp_path / "train.jsonl", rated(0.5, rate))
+    heldout = write(tmp_path / "heldout.jsonl", numbered(1))
+    expected = f"{train}, row 2, column rate: expected a pass rate from 0 to 1, found {found}"
+    with pytest.raises(MeshdialError, match=re.escape(expected)):
+        made(train, heldout, column="rate")
+
+
+def test_a_missing_pass_rate_and_bounds_that_leave_nothing(tmp_path):
+    train = write(tmp_path / "train.jsonl", rated(0.5, 0.5))
+    heldout = write(tmp_path / "heldout.jsonl", numbered(1))
+    with pytest.raises(MeshdialError, match="row 1, column share: the column is missing; found"):
+        made(train, heldout, column="share")
+    with pytest.raises(
+        MeshdialError, match=r"no training prompt with rate from 0\.6 to 1 among the"
+    ):
+        made(train, heldout, column="rate", bounds=(0.6, 1))

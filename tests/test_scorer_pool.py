@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -11,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from rl.config import schema
 from rl.errors import ClientGone, MeshdialError
 from rl.rewards import score
-from rl.rewards.pool import CHILD, Call, ScorerProcess, Target, score_in_processes
+from rl.rewards.pool import ScorerProcess, score_in_processes
+from rl.rewards.processes import CHILD, Call, Mould, Target
 from tests.test_rewards import rollouts
 
 REWARDS = """
@@ -63,6 +66,26 @@ REWARDS = """
         os.fork()
         hang()
 
+    def daemon():
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                time.sleep(1000)
+            os._exit(0)
+        os.wait()
+        return 1.0
+
+    def sleep_on():
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGALRM):
+            signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        while True:
+            time.sleep(1000)
+
+    def interrupt():
+        raise KeyboardInterrupt
+
     def children():
         subprocess.Popen(["sleep", "1000"])
         return 1.0
@@ -102,7 +125,9 @@ REWARDS = """
         "segfault": lambda: ctypes.string_at(0),
         "raise": raise_one, "shout": shout, "fork": fork_and_return, "fork leave": fork_and_leave,
         "fork hang": fork_and_hang, "fork end": fork_and_end, "fork open": fork_and_open,
-        "children": children, "threads": threads_left,
+        "children": children, "daemon": daemon, "sleep on": sleep_on, "interrupt": interrupt,
+        "end mould": lambda: os.kill(os.getppid(), signal.SIGKILL) or 1.0,
+        "ten gigabytes": lambda: len(bytearray(10 << 30)) * 0.0, "threads": threads_left,
         "memory": eat_memory, "close": close_everything, "input": lambda: len(sys.stdin.read()),
     }
 
@@ -203,6 +228,7 @@ BAD_RETURNS = {
     "huge": "OverflowError: int too large to convert to float",
     "raise": "RuntimeError: bad day (mine.py, line ",
     "leave": "SystemExit: bye (mine.py, line ",
+    "interrupt": "KeyboardInterrupt (mine.py, line ",
 }
 
 
@@ -223,6 +249,7 @@ CRASHES = {
     "hang": "no answer within 1 s",
     "deep hang": "no answer within 1 s",
     "fork hang": "no answer within 1 s",
+    "sleep on": "no answer within 1 s",
 }
 
 
@@ -247,12 +274,22 @@ def test_forks_threads_and_output_disturb_no_later_sample(tmp_path):
         "zero",
         "children",
         "one",
+        "daemon",
+        "one",
         "threads",
         "one",
     ]
-    rewards = [1.0, 1.0, 0.5, 1.0, 0.25, 0.0, 1.0, 1.0, 1.0, 1.0]
+    rewards = [1.0, 1.0, 0.5, 1.0, 0.25, 0.0, *[1.0] * 6]
     outcomes = scored(words, num_processes=1, time_limit_s=20)
     assert outcomes == [(reward, None) for reward in rewards]
+    wait_until_gone(tmp_path)
+
+
+def test_a_function_that_ends_its_parent_costs_no_later_sample(tmp_path):
+    words = ["end mould", "exit", "one", "exit", "zero"]
+    outcomes = scored(words, num_processes=1)
+    assert [reward for reward, _ in outcomes] == [1.0, None, 1.0, None, 0.0]
+    assert outcomes[3][1] == "mine: the process ended with exit status 3"
     wait_until_gone(tmp_path)
 
 
@@ -265,6 +302,55 @@ def test_memory_is_limited():
     outcomes = scored(["memory", "one"], memory_limit_bytes=1 << 30)
     assert outcomes[0][0] is None and "MemoryError" in outcomes[0][1]
     assert outcomes[1] == (1.0, None)
+
+
+def test_ten_gigabytes_are_refused_by_the_default_limit():
+    limit = schema()["properties"]["reward"]["properties"]["memory_limit_mb"]["default"] << 20
+    outcomes = scored(["ten gigabytes", "one"], memory_limit_bytes=limit)
+    assert outcomes[0][0] is None and outcomes[0][1].startswith("mine: MemoryError (mine.py, line ")
+    assert outcomes[1] == (1.0, None)
+
+
+HANGING = [
+    {0, 1, 2, 3},  # before any call was answered
+    {0, 2, 4, 6},  # all in the same lane
+    {7, 8, 40, 63},
+]
+
+
+@pytest.mark.parametrize("hanging", HANGING, ids=str)
+@pytest.mark.parametrize("word", ["hang", "sleep on"])
+def test_four_hanging_samples_of_64_cost_one_time_limit(tmp_path, hanging, word):
+    words = [word if number in hanging else "one" for number in range(64)]
+    started = time.monotonic()
+    outcomes = scored(words, time_limit_s=2.0)
+    assert time.monotonic() - started < 2.0 + 2.0
+    for number, outcome in enumerate(outcomes):
+        late = (None, "mine: no answer within 2 s")
+        assert outcome == (late if number in hanging else (1.0, None))
+    wait_until_gone(tmp_path)
+
+
+@pytest.mark.parametrize("has_threads", [False, True])
+def test_a_slow_import_is_made_once_where_forks_are_safe(tmp_path, has_threads):
+    start = "threading.Thread(target=time.sleep, args=(60,), daemon=True).start()"
+    (tmp_path / "slow.py").write_text(
+        "import os, threading, time\n"
+        f"open({str(tmp_path / 'imports')!r}, 'a').write('x')\n"
+        "time.sleep(1)\n"
+        f"{start if has_threads else ''}\n"
+        "def f(completion):\n"
+        "    os._exit(1) if completion == 'exit' else None\n"
+        "    return 1.0\n"
+    )
+    outcomes = scored(["exit", "one"] * 3, "slow:f", num_processes=1, time_limit_s=0.8)
+    assert [reward for reward, _ in outcomes] == [None, 1.0] * 3
+    assert len((tmp_path / "imports").read_text()) == (4 if has_threads else 1)
+
+
+def test_a_slow_function_that_answers_is_not_cut_short(tmp_path):
+    (tmp_path / "slow.py").write_text("import time\ndef f(): time.sleep(0.4); return 1.0\n")
+    assert scored(["x"] * 8, "slow:f", time_limit_s=5.0) == [(1.0, None)] * 8
 
 
 def test_a_function_gets_the_arguments_that_it_names():
@@ -340,19 +426,23 @@ def test_an_abandoned_stage_ends_its_processes(tmp_path):
 
 def test_a_process_that_died_between_calls_costs_nothing(tmp_path):
     target = Target("mine", "behave", [str(tmp_path), *sys.path], {}, 5.0)
-    with ScorerProcess(target, ["completion"]) as process:
-        assert process.call(Call({"completion": "one"}, 0)).value == 1.0
-        os.kill(process.process.pid, signal.SIGKILL)
-        os.waitid(os.P_PID, process.process.pid, os.WEXITED | os.WNOWAIT)
-        assert process.call(Call({"completion": "zero"}, 0)) == (0.0, None)
+    mould = Mould(target, ["completion"])
+    process = ScorerProcess(mould)
+    assert process.call(Call({"completion": "one"}, 0)).value == 1.0
+    os.kill(process.process.pid, signal.SIGKILL)
+    wait_until(process.process.is_spoiled, 5)
+    assert process.call(Call({"completion": "zero"}, 0)) == (0.0, None)
+    process.end()
+    mould.end()
     wait_until_gone(tmp_path)
 
 
 ORPHAN = """
 import sys
-from rl.rewards.pool import CHILD, Call, Target, score_in_processes
-target = Target("mine", "mark_and_hang", [{folder!r}, *sys.path], {{}}, 0.5)
-score_in_processes(target, [Call({{"completion": "x"}}, 0)], 1)
+from rl.rewards.pool import score_in_processes
+from rl.rewards.processes import Call, Mould, Target
+target = Target("mine", "mark_and_hang", [{folder!r}, *sys.path], {{}}, 30.0)
+score_in_processes(Mould(target, ["completion"]), [Call({{"completion": "x"}}, 0)], 1)
 """
 
 
@@ -363,8 +453,7 @@ def test_a_hanging_call_ends_although_its_parent_was_killed(tmp_path):
     (child,) = processes_in(tmp_path)
     parent.kill()
     parent.wait()
-    assert processes_in(tmp_path) == [child]
-    wait_until(lambda: not processes_in(tmp_path), 10)
+    wait_until(lambda: child not in processes_in(tmp_path), 5)
 
 
 def test_an_idle_process_ends_with_its_input(tmp_path):
@@ -378,12 +467,16 @@ def test_an_idle_process_ends_with_its_input(tmp_path):
     }
     call = {"number": 1, "arguments": {"completion": "threads"}, "seed": 0, "alarm_s": 30}
     lines = "".join(json.dumps(message) + "\n" for message in (setup, call))
-    command = [sys.executable, str(CHILD)]
-    ended = subprocess.run(command, input=lines, capture_output=True, text=True, timeout=10)
-    replies = [json.loads(line) for line in ended.stdout.splitlines()]
-    assert replies == [{"wanted": ["completion"]}, {"number": 1, "value": 1.0}]
-    assert ended.returncode == 0
+    ours, theirs = socket.socketpair()
+    with ours, theirs, subprocess.Popen([sys.executable, str(CHILD)], stdin=theirs) as process:
+        theirs.close()
+        ours.sendall(lines.encode())
+        ours.shutdown(socket.SHUT_WR)
+        with ours.makefile() as file:
+            replies = [json.loads(line) for line in file]
+    assert replies == [{"wanted": ["completion"], "is_mould": True}, {"number": 1, "value": 1.0}]
+    assert process.returncode == 0
 
 
 def test_no_calls_start_nothing():
-    assert score_in_processes(Target("nowhere", "f", [], {}, 1.0), [], 2) == []
+    assert score_in_processes(Mould(Target("nowhere", "f", [], {}, 1.0), []), [], 2) == []

@@ -15,7 +15,7 @@ from rl.learner import (
     score_batch,
     update,
 )
-from rl.learner.update import reinforcement_objective, sum_gradients
+from rl.learner.gradient import reinforcement_objective, sum_gradients
 from rl.models.spec import LoraConfig, ModelConfig, ModelSpec
 from rl.models.transformer import init_lora, init_parameters, parameter_shapes
 from rl.processes.runtime import parse_process_layout
@@ -58,7 +58,7 @@ def rollouts():
         group_ids=[p for p in range(P) for _ in range(G)],
         prompt_tokens=[PROMPTS[p] for p in range(P) for _ in range(G)],
         completion_tokens=completions,
-        advantages=rng.standard_normal(P * G),
+        advantages=[np.full(len(tokens), rng.standard_normal()) for tokens in completions],
         rollout_logprobs=[-rng.random(len(tokens)) for tokens in completions],
         temperature=0.9,
     )

@@ -21,6 +21,8 @@ OPTIONS = {
     "train_file": None,
     "heldout_file": None,
     "heldout_fraction": 0.1,
+    "pass_rate_column": None,
+    "pass_rate": [0, 1],
 }
 
 

@@ -6,6 +6,7 @@ The functions are those of the stages; the stages' files and the workflow around
 import time
 
 import jax
+import numpy as np
 from meshdial_model import NoText, make_spec
 from meshdial_update import LOSS, OPTIMIZER
 from serving import Repeat, serve
@@ -43,7 +44,10 @@ def prepare(job: dict) -> tuple[str, Repeat]:
             group_ids=group_ids,
             prompt_tokens=[prompts[p] for p in group_ids],
             completion_tokens=[completion.tokens for completion in samples],
-            advantages=advantages,
+            advantages=[
+                np.full(len(completion.tokens), advantage)
+                for completion, advantage in zip(samples, advantages, strict=True)
+            ],
             rollout_logprobs=[completion.logprobs for completion in samples],
             temperature=1.0,
             max_tokens=job["max_new"],

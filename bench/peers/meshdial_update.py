@@ -21,8 +21,11 @@ OPTIMIZER = OptimizerConfig(
     clip_norm=None,
 )
 LOSS = LossConfig(
+    ratio="token",
+    clip="ppo",
     clip_low=0.2,
     clip_high=0.2,
+    clip_dual=3.0,
     kl_coefficient=0.0,
     kl_estimator="k3",
     entropy_coefficient=None,
@@ -65,7 +68,7 @@ def as_update_batch(batch: Batch) -> UpdateBatch:
         group_ids=[row // size for row in range(len(prompts))],
         prompt_tokens=prompts,
         completion_tokens=completions,
-        advantages=advantages,
+        advantages=[[a] * len(tokens) for a, tokens in zip(advantages, completions, strict=True)],
         rollout_logprobs=[[0.0] * len(completion) for completion in completions],
         temperature=1.0,
     )

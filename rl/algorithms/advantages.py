@@ -6,7 +6,8 @@ import numpy as np
 
 from rl.errors import MeshdialError
 
-Deviation = Literal["population", "sample", "none"]
+GroupEstimator = Literal["group_zscore", "group_mean", "leave_one_out"]
+Deviation = Literal["population", "sample"]
 
 # A weighted sum of reward components rounds differently from sample to sample. A spread below this
 # (relative to the rewards, absolute below one) is such rounding, and dividing by it would turn
@@ -15,24 +16,30 @@ _ROUNDING = 1e-9
 
 
 def group_advantages(
-    rewards, group_ids, scored_ok, deviation: Deviation = "population", epsilon: float = 1e-6
+    rewards,
+    group_ids,
+    is_counted,
+    estimator: GroupEstimator = "group_zscore",
+    deviation: Deviation = "population",
+    epsilon: float = 1e-6,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(reward - group mean) / (group deviation + epsilon), in float64 on the host.
+    """The reward of each sample against those of its group, in float64 on the host.
 
-    DeepSeekMath (arXiv:2402.03300), section 4.1.2. `deviation` is of the population, of the sample
-    (n - 1, as PyTorch's `std`), or none: the mean is subtracted and nothing divided, which is
-    Dr. GRPO (arXiv:2503.20783).
+    group_zscore: (reward - mean) / (deviation + epsilon); DeepSeekMath (arXiv:2402.03300), section
+        4.1.2. `deviation` is of the population or of the sample (n - 1, as PyTorch's `std`).
+    group_mean: reward - mean; Dr. GRPO (arXiv:2503.20783).
+    leave_one_out: reward - the mean of the others; RLOO (arXiv:2402.14740).
 
-    Arguments are of length N, one entry a sample, in any order: float `rewards`, `group_ids`
-    (strings or integers), boolean `scored_ok`. A sample that was not scored counts in neither mean
-    nor deviation, whatever its reward says, and its advantage is 0.
+    Arguments are of length N, one entry a sample, in any order: `rewards`, `group_ids` (strings or
+    integers), boolean `is_counted`. A sample that does not count (it was not scored) is in no mean
+    and no deviation, whatever its reward says, and its advantage is 0.
 
     Returns (float32 advantages, is_degenerate): a group is degenerate when fewer than two of its
     rewards differ by more than rounding; all its advantages are then exactly 0.
-    Raises MeshdialError where a scored reward is not finite.
+    Raises MeshdialError where a reward that counts is not finite.
     """
     rewards = np.asarray(rewards, np.float64)
-    is_scored = np.asarray(scored_ok, bool)
+    is_scored = np.asarray(is_counted, bool)
     _refuse_non_finite(rewards, is_scored)
     groups, group_of = np.unique(np.asarray(group_ids), return_inverse=True)
     rewards = np.where(is_scored, rewards, 0.0)
@@ -42,10 +49,17 @@ def group_advantages(
 
     num_scored = group_sum(np.ones_like(rewards))
     centred = rewards - (group_sum(rewards) / np.maximum(num_scored, 1))[group_of]
-    scale = 1.0
-    if deviation != "none":
+    if estimator == "group_zscore":
         freedom = num_scored - (1 if deviation == "sample" else 0)
-        scale = np.sqrt(group_sum(centred**2) / np.maximum(freedom, 1))[group_of] + epsilon
+        variance = group_sum(centred**2) / np.maximum(freedom, 1)
+        scale = np.sqrt(variance)[group_of] + epsilon
+    elif estimator == "leave_one_out":
+        # r - (sum - r) / (n - 1) = (r - mean) * n / (n - 1)
+        scale = (np.maximum(num_scored - 1, 1) / np.maximum(num_scored, 1))[group_of]
+    elif estimator == "group_mean":
+        scale = 1.0
+    else:
+        raise ValueError(f"unknown group estimator {estimator!r}")
 
     is_degenerate = _has_no_spread(rewards, is_scored, group_of, len(groups))[group_of]
     has_signal = is_scored & ~is_degenerate

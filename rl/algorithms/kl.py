@@ -4,6 +4,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from rl.algorithms.policy_loss import LOG_RATIO_BOUND
 
@@ -39,6 +40,21 @@ def kl_estimate(
         weight = jax.lax.stop_gradient(ratio)
         value, surrogate = weight * value, weight * surrogate
     return jax.lax.stop_gradient(value) + (surrogate - jax.lax.stop_gradient(surrogate))
+
+
+def kl_values(
+    policy_logprobs: np.ndarray, reference_logprobs: np.ndarray, estimator: Estimator
+) -> np.ndarray:
+    """The estimators' values alone, float64 on the host: for a penalty inside the reward."""
+    policy, reference = (np.asarray(x, np.float64) for x in (policy_logprobs, reference_logprobs))
+    log_ratio = policy - reference
+    if estimator == "k1":
+        return log_ratio
+    if estimator == "k2":
+        return 0.5 * log_ratio**2
+    if estimator == "k3":
+        return np.expm1(np.minimum(-log_ratio, LOG_RATIO_BOUND)) + log_ratio
+    raise ValueError(f"unknown KL estimator {estimator!r}: expected k1, k2 or k3")
 
 
 def _value(log_ratio, estimator):

@@ -6,9 +6,12 @@ import pyarrow as pa
 
 from rl.artifacts.content import canonical_json
 
-# The reward table has one column more for each component of the reward.
+# The tables of rewards have one column more for each component, its value before any normalising.
 COMPONENT_PREFIX = "component:"
-OPEN_KINDS = {"rewards": (COMPONENT_PREFIX, pa.float64())}
+OPEN_KINDS = {
+    "rewards": (COMPONENT_PREFIX, pa.float64()),
+    "model_scores": (COMPONENT_PREFIX, pa.float64()),
+}
 
 
 def _schema(*columns: tuple[str, pa.DataType], nullable: tuple[str, ...] = ()) -> pa.Schema:
@@ -42,6 +45,11 @@ SCHEMAS: dict[str, pa.Schema] = {
         nullable=("prompt", "messages"),
     ),
     "rollouts": _schema(*_ROLLOUT_COLUMNS, nullable=("sampling_logprobs",)),
+    "model_scores": _schema(
+        ("sample_id", pa.string()),
+        ("failure", pa.string()),  # why a model has no score
+        nullable=("failure",),
+    ),
     "rewards": _schema(
         ("sample_id", pa.string()),
         ("reward", pa.float64()),  # null where scoring failed: 0.0 is a reward
@@ -55,13 +63,20 @@ SCHEMAS: dict[str, pa.Schema] = {
     "policy_logprobs": _schema(
         ("sample_id", pa.string()), ("policy_logprobs", pa.list_(pa.float32()))
     ),
+    "values": _schema(  # of the state before each token of the completion
+        ("sample_id", pa.string()),
+        ("values", pa.list_(pa.float32())),
+    ),
     "advantages": _schema(
         ("sample_id", pa.string()),
         ("group_id", pa.string()),
-        ("reward", pa.float64()),
-        ("advantage", pa.float32()),
+        ("reward", pa.float64()),  # null where it does not count
+        ("shaped_reward", pa.float64()),  # after penalties on length
+        ("advantages", pa.list_(pa.float32())),  # of each token of the completion
+        ("returns", pa.list_(pa.float32())),  # what a critic should have said; null without one
         ("is_degenerate", pa.bool_()),  # the sample's group has no spread
-        nullable=("reward",),
+        ("is_used", pa.bool_()),  # the update takes the sample's group
+        nullable=("reward", "shaped_reward", "returns"),
     ),
     "evaluation": _schema(
         *_ROLLOUT_COLUMNS,

@@ -8,17 +8,20 @@
 
 `supervised_update` does the same with the likelihood of given completions, and `score_batch`
 runs the forward pass alone, for the log-probabilities of a reference or a proximal policy.
+`update_values` trains a critic in the same way, and `score_batch` gives its values.
 """
 
 from rl.learner.batch import UpdateBatch, pack, pack_supervised, unpack
-from rl.learner.loss import LossConfig
+from rl.learner.loss import LossConfig, ValueLossConfig
 from rl.learner.optimizer import OptimizerConfig, init_optimizer, learning_rate_at, make_optimizer
-from rl.learner.update import score_batch, supervised_update, update
+from rl.learner.scores import score_batch
+from rl.learner.update import supervised_update, update, update_values
 
 __all__ = [
     "LossConfig",
     "OptimizerConfig",
     "UpdateBatch",
+    "ValueLossConfig",
     "init_optimizer",
     "learning_rate_at",
     "make_optimizer",
@@ -28,4 +31,5 @@ __all__ = [
     "supervised_update",
     "unpack",
     "update",
+    "update_values",
 ]

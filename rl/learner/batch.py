@@ -23,6 +23,7 @@ class UpdateBatch:
     does not matter. `proximal_logprobs_PGT` is None where the current policy is the proximal one,
     `reference_logprobs_PGT` where there is no KL term, `off_policy_weights_PGT` where the proximal
     policy is also the one that sampled; else it is proximal / behaviour, which multiplies the loss.
+    `values_PGT`, of the state before each token, and `returns_PGT` are there for a critic alone.
     `max_tokens` is the longest that a completion can be, if known.
     """
 
@@ -31,11 +32,13 @@ class UpdateBatch:
     completion_tokens_PGT: np.ndarray
     completion_lengths_PG: np.ndarray
     completion_mask_PGT: np.ndarray
-    advantages_PG: np.ndarray
+    advantages_PGT: np.ndarray
     rollout_logprobs_PGT: np.ndarray
     proximal_logprobs_PGT: np.ndarray | None
     reference_logprobs_PGT: np.ndarray | None
     off_policy_weights_PGT: np.ndarray | None = None
+    values_PGT: np.ndarray | None = None
+    returns_PGT: np.ndarray | None = None
     temperature: float
     max_tokens: int | None = None
 
@@ -79,10 +82,12 @@ def pack(
     prompt_tokens: Sequence[Sequence[int]],
     completion_tokens: Sequence[Sequence[int]],
     completion_mask: Sequence[Sequence[bool]] | None = None,
-    advantages: Sequence[float] | None = None,
+    advantages: Sequence[Sequence[float]] | None = None,
     rollout_logprobs: Sequence[Sequence[float]] | None = None,
     proximal_logprobs: Sequence[Sequence[float]] | None = None,
     reference_logprobs: Sequence[Sequence[float]] | None = None,
+    values: Sequence[Sequence[float]] | None = None,
+    returns: Sequence[Sequence[float]] | None = None,
     temperature: float,
     max_tokens: int | None = None,
 ) -> UpdateBatch:
@@ -108,18 +113,18 @@ def pack(
         _refuse_other_lengths(name, lists, lengths)
         return _regroup(_padded(lists, T, dtype), row_PG)
 
-    if advantages is None:
-        advantages = np.zeros(len(lengths))
     return UpdateBatch(
         prompt_tokens_PT=_padded(prompts, max(map(len, prompts)), np.int32),
         prompt_lengths_P=np.array([len(prompt) for prompt in prompts], np.int32),
         completion_tokens_PGT=per_token("completion_tokens", completion_tokens, np.int32),
         completion_lengths_PG=_regroup(np.array(lengths, np.int32), row_PG),
         completion_mask_PGT=per_token("completion_mask", completion_mask, bool, True),
-        advantages_PG=_regroup(np.asarray(advantages, np.float32), row_PG),
+        advantages_PGT=per_token("advantages", advantages, np.float32, 0.0),
         rollout_logprobs_PGT=per_token("rollout_logprobs", rollout_logprobs, np.float32, 0.0),
         proximal_logprobs_PGT=per_token("proximal_logprobs", proximal_logprobs, np.float32),
         reference_logprobs_PGT=per_token("reference_logprobs", reference_logprobs, np.float32),
+        values_PGT=per_token("values", values, np.float32),
+        returns_PGT=per_token("returns", returns, np.float32),
         temperature=temperature,
         max_tokens=max_tokens,
     )
@@ -210,18 +215,21 @@ def micro_batches(
         weights = np.where(part.is_real_PBT, weights_PGT[places], np.float32(0))
 
         def trained(values_PGT, places=places, is_trained=weights > 0):
-            return None if values_PGT is None else np.where(is_trained, values_PGT[places], 0.0)
+            if values_PGT is None:
+                return None
+            return np.where(is_trained, values_PGT[places], np.float32(0))
 
-        advantages_PBT = batch.advantages_PG[rows_P11, part.member_PBT]
         yield MicroBatch(
             packed=_packed(batch, prompts_PS, part),
             temperature=np.float32(batch.temperature),
             weights_PBT=weights,
-            advantages_PBT=np.where(weights > 0, advantages_PBT, np.float32(0)),
+            advantages_PBT=trained(batch.advantages_PGT),
             rollout_logprobs_PBT=trained(batch.rollout_logprobs_PGT),
             proximal_logprobs_PBT=trained(batch.proximal_logprobs_PGT),
             reference_logprobs_PBT=trained(batch.reference_logprobs_PGT),
             off_policy_weights_PBT=trained(batch.off_policy_weights_PGT),
+            values_PBT=trained(batch.values_PGT),
+            returns_PBT=trained(batch.returns_PGT),
         )
 
 

@@ -38,8 +38,38 @@ def batch_figures(reports: list[dict[str, float]]) -> dict[str, float]:
 
 
 def describe_batch(batch: UpdateBatch) -> dict[str, float]:
-    is_degenerate_P = np.all(batch.advantages_PG == 0, axis=1)
+    is_degenerate_P = ~np.any((batch.advantages_PGT != 0) & batch.trained_mask(), axis=(1, 2))
     return count_tokens(batch) | {"num_degenerate_groups": float(is_degenerate_P.sum())}
+
+
+def value_figures(reports: list[dict[str, float]], batch: UpdateBatch) -> dict[str, float]:
+    """Of a critic: its updates' means, and how well it knew the returns before them.
+
+    explained_variance is 1 - Var(return - value) / Var(return) over the trained tokens, 0 where
+    the returns do not vary.
+    """
+    mask_PGT = batch.trained_mask()
+    values, returns = (
+        array[mask_PGT].astype(np.float64) for array in (batch.values_PGT, batch.returns_PGT)
+    )
+    spread = returns.var() if returns.size else 0.0
+
+    def mean(name):
+        return math.fsum(report[name] for report in reports) / len(reports)
+
+    return {
+        "value_loss": mean("loss"),
+        "value_clip_fraction": ratio(
+            math.fsum(report["clipped"] for report in reports),
+            math.fsum(report["weight"] for report in reports),
+        ),
+        "gradient_norm": mean("gradient_norm"),
+        "learning_rate": reports[-1]["learning_rate"],
+        "explained_variance": float(1 - (returns - values).var() / spread) if spread else 0.0,
+        "value_mean": float(values.mean()) if values.size else 0.0,
+        "return_mean": float(returns.mean()) if returns.size else 0.0,
+        "num_tokens": float(mask_PGT.sum()),
+    }
 
 
 def count_tokens(batch: UpdateBatch) -> dict[str, float]:

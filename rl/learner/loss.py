@@ -8,7 +8,14 @@ import jax.numpy as jnp
 
 from rl.algorithms.aggregation import Aggregation
 from rl.algorithms.kl import Estimator, kl_estimate
-from rl.algorithms.policy_loss import clipped_ratio_loss, probability_ratio
+from rl.algorithms.policy_loss import (
+    ClipKind,
+    RatioLevel,
+    clipped_loss,
+    importance_ratio,
+    probability_ratio,
+)
+from rl.algorithms.value_loss import clipped_value_loss
 from rl.models.packed import Packed
 
 _STATIC = {"static": True}
@@ -22,15 +29,20 @@ class LossConfig:
     The numbers are traced, so that another value runs the same compiled program; None switches a
     term off and is another program.
 
-    clip_low, clip_high: how far below and above 1 the ratio may push.
+    ratio: whose ratio a token has, its own or its sequence's.
+    clip: what bounds the ratio; clip_low, clip_high: how far below and above 1 it may push, None
+        for no bound below; clip_dual: its bound where the advantage is negative.
     kl_coefficient: weight of the KL to the reference; 0 still reports the KL of a batch that has
         reference log-probabilities.
     entropy_coefficient: weight of the entropy bonus; None or 0 for none.
     aggregation, max_tokens: see `token_weights`.
     """
 
-    clip_low: float
+    ratio: RatioLevel = field(metadata=_STATIC)
+    clip: ClipKind = field(metadata=_STATIC)
+    clip_low: float | None
     clip_high: float
+    clip_dual: float
     kl_coefficient: float
     kl_estimator: Estimator = field(metadata=_STATIC)
     entropy_coefficient: float | None
@@ -38,12 +50,21 @@ class LossConfig:
     max_tokens: int | None = field(metadata=_STATIC)
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ValueLossConfig:
+    """clip: how far a value may move from what it was before the update; None for no bound."""
+
+    clip: float | None
+
+
 class MicroBatch(NamedTuple):
     """Packed completions of a batch, [P, B, T]: arrays for one run of the gradient program.
 
     A token of weight 0 is not trained on; its log-probabilities here are 0, whatever the batch
     held. No proximal log-probabilities means that the current policy is the proximal one; no
-    reference ones, that there is no KL; no off-policy weights, that the proximal policy sampled.
+    reference ones, that there is no KL; no off-policy weights, that the proximal policy sampled;
+    no values and returns, that a policy is trained and no critic.
     """
 
     packed: Packed
@@ -54,6 +75,8 @@ class MicroBatch(NamedTuple):
     proximal_logprobs_PBT: jax.Array | None
     reference_logprobs_PBT: jax.Array | None
     off_policy_weights_PBT: jax.Array | None
+    values_PBT: jax.Array | None
+    returns_PBT: jax.Array | None
 
 
 Sums = dict[str, jax.Array]
@@ -71,10 +94,12 @@ def reinforcement_loss(
     entropy = jnp.where(is_trained, entropy_PBT, 0.0)
     is_on_policy = rows.proximal_logprobs_PBT is None
     proximal = jax.lax.stop_gradient(policy) if is_on_policy else rows.proximal_logprobs_PBT
-    ratio = jax.lax.stop_gradient(probability_ratio(policy, proximal))
+    segments = rows.packed.segments_PBT
+    ratio = importance_ratio(policy, proximal, config.ratio, is_trained, segments)
 
-    policy_loss, is_clipped = clipped_ratio_loss(
-        policy, proximal, rows.advantages_PBT, config.clip_low, config.clip_high
+    policy_loss, is_clipped = clipped_loss(
+        *(config.clip, ratio, policy, rows.advantages_PBT),
+        *(config.clip_low, config.clip_high, config.clip_dual),
     )
     if rows.off_policy_weights_PBT is not None:
         weights = weights * rows.off_policy_weights_PBT
@@ -85,7 +110,7 @@ def reinforcement_loss(
             policy,
             rows.reference_logprobs_PBT,
             config.kl_estimator,
-            None if is_on_policy else ratio,
+            None if is_on_policy else probability_ratio(policy, proximal),
         )
         token_loss = token_loss + config.kl_coefficient * kl
         values["kl"] = kl
@@ -96,6 +121,18 @@ def reinforcement_loss(
     sums = {"loss": loss, "policy_loss": jnp.sum(weights * policy_loss)}
     sums |= {name: jnp.sum(rows.weights_PBT * value) for name, value in values.items()}
     sums |= _drift(policy, rows) | {"weight": jnp.sum(rows.weights_PBT)}
+    return loss, jax.lax.stop_gradient(sums)
+
+
+def value_loss(
+    config: ValueLossConfig, rows: MicroBatch, values_PBT: jax.Array
+) -> tuple[jax.Array, Sums]:
+    """This micro-batch's part of the critic's loss, and its sums."""
+    values = jnp.where(rows.weights_PBT > 0, values_PBT, 0.0)
+    losses, is_clipped = clipped_value_loss(values, rows.values_PBT, rows.returns_PBT, config.clip)
+    loss = jnp.sum(rows.weights_PBT * losses)
+    sums = {"loss": loss, "weight": jnp.sum(rows.weights_PBT)}
+    sums |= {"clipped": jnp.sum(rows.weights_PBT * is_clipped)}
     return loss, jax.lax.stop_gradient(sums)
 
 

@@ -32,7 +32,7 @@ _LORA_SUFFIXES = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}
 def hf_name(name: str) -> str:
     """`layers.0.mlp.up_proj.kernel` -> `model.layers.0.mlp.up_proj.weight`."""
     stem, suffix = name.rsplit(".", 1)
-    prefix = "" if stem == "lm_head" else "model."
+    prefix = "" if stem in ("lm_head", "score") else "model."
     return f"{prefix}{stem}.{_SUFFIXES[suffix]}"
 
 

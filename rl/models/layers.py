@@ -162,7 +162,9 @@ class Transformer(nnx.Module):
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, spec.dtype)
         self.layers = nnx.List([Block(spec, layer) for layer in range(config.num_hidden_layers)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, spec.dtype)
-        if not config.tie_word_embeddings:
+        if spec.head == "value":
+            self.score = Linear(config.hidden_size, 1, False, None, spec.dtype)
+        elif not config.tie_word_embeddings:
             self.lm_head = Linear(config.hidden_size, config.vocab_size, False, None, spec.dtype)
 
     def hidden(
@@ -194,6 +196,10 @@ class Transformer(nnx.Module):
         if self.config.tie_word_embeddings:
             return self.embed_tokens.embedding[...], 1
         return self.lm_head.kernel[...], 0
+
+    def values(self, hidden_ND: jax.Array) -> jax.Array:
+        """Float32 values_N of normalised hidden states, of a value head."""
+        return self.score(hidden_ND)[:, 0].astype(jnp.float32)
 
     def logits(self, hidden_ND: jax.Array) -> jax.Array:
         """Float32 logits_NV of normalised hidden states."""

@@ -56,6 +56,22 @@ def completion_logprobs(
     return tuple(score_N.reshape(packed.targets_PBT.shape) for score_N in scores)
 
 
+def completion_values(
+    spec: ModelSpec,
+    trainable: Parameters,
+    frozen: Parameters,
+    packed: Packed,
+    num_shared: int = 0,
+    is_rematerialised: bool = False,
+) -> jax.Array:
+    """values_PBT, float32: what a value head says of the state in each place, before its target;
+    finite on padding. The rest is as in `completion_hidden`."""
+    model = network(spec, trainable, frozen)
+    hidden_PBTD = _hidden(model, packed, num_shared, is_rematerialised)
+    values_N = model.values(hidden_PBTD.reshape(-1, hidden_PBTD.shape[-1]))
+    return values_N.reshape(packed.targets_PBT.shape)
+
+
 def _hidden(model, packed: Packed, num_shared: int, is_rematerialised: bool) -> jax.Array:
     hidden_ND, _ = model.hidden(
         *flat_tokens(packed, num_shared),

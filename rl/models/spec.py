@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -10,6 +10,9 @@ from rl.errors import MeshdialError
 
 Parameters = dict[str, jax.Array]
 """Flat parameters by dotted name, kernels as [in, out]: `layers.0.mlp.up_proj.kernel` is [D, F]."""
+
+Head = Literal["lm", "value"]
+"""What a network says of each place: the next token's distribution, or one number."""
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -176,9 +179,10 @@ class ModelSpec:
     """Everything that shapes a compiled program: hashable, a static argument of jit.
 
     `dtype` is that of parameters, activations and KV caches; norms, softmax and
-    log-probabilities are float32 whatever it is.
+    log-probabilities are float32 whatever it is. With a value head there is no LM head.
     """
 
     config: ModelConfig
     lora: LoraConfig | None = None
     dtype: str = "float32"
+    head: Head = "lm"

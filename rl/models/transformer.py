@@ -33,9 +33,10 @@ def parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 def trainable_names(spec: ModelSpec) -> list[str]:
-    """Names of what is trained: the adapter's parameters if there is one, else all."""
+    """Names of what is trained: the adapter's parameters if there is one, and a value head's, else
+    all."""
     names = list(parameter_shapes(spec))
-    return [name for name in names if is_lora(name)] if spec.lora else names
+    return [name for name in names if is_lora(name) or name == VALUE_HEAD] if spec.lora else names
 
 
 def is_lora(name: str) -> bool:
@@ -57,6 +58,14 @@ def _fresh(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
     if name.endswith(".bias"):
         return np.zeros(shape, np.float32)
     return 0.02 * _generator(name, seed).standard_normal(shape, np.float32)
+
+
+VALUE_HEAD = "score.kernel"
+
+
+def init_value_head(spec: ModelSpec) -> Parameters:
+    """A fresh value head, which says 0 of every state."""
+    return {VALUE_HEAD: jnp.zeros((spec.config.hidden_size, 1), spec.dtype)}
 
 
 def init_lora(spec: ModelSpec, seed: int) -> Parameters:

@@ -1,8 +1,7 @@
-"""The built-in reward functions, each 1.0 or 0.0. Raise a version when its results change."""
+"""The built-in reward functions. Raise a version when its results change."""
 
 import hashlib
 import re
-from collections.abc import Callable
 from decimal import Decimal
 from typing import NamedTuple
 
@@ -50,16 +49,25 @@ def _numbers(text: str) -> list[tuple[str, Decimal]]:
 
 
 class BuiltIn(NamedTuple):
-    """A built-in and its version. One that may never return runs in a process that can be ended."""
+    """A built-in: the file beside this one that defines it, its version, and how it is called.
 
-    function: Callable[..., float]
+    One that may hang, or that needs a package which takes long to import, runs in a process that
+    can be ended. `package` is the distribution of the extra `verifiers` that it needs.
+    """
+
+    module: str
     version: int
-    may_hang: bool = False
+    is_trusted: bool = False
+    package: str | None = None
 
 
 BUILT_INS = {
-    "exact_match": BuiltIn(exact_match, 1),
-    "numeric_match": BuiltIn(numeric_match, 1),
-    "regex": BuiltIn(regex, 1, may_hang=True),
-    "random": BuiltIn(random, 1),
+    "exact_match": BuiltIn("built_in", 1, is_trusted=True),
+    "numeric_match": BuiltIn("built_in", 1, is_trusted=True),
+    "regex": BuiltIn("built_in", 1),
+    "random": BuiltIn("built_in", 1, is_trusted=True),
+    "format_tags": BuiltIn("structure", 1, is_trusted=True),
+    "json_schema": BuiltIn("structure", 1),
+    "math_verify": BuiltIn("mathematics", 1, package="math-verify"),
+    "reasoning_gym": BuiltIn("procedural", 1, package="reasoning-gym"),
 }

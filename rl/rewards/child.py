@@ -1,11 +1,14 @@
 """The process in which a user's reward function runs, to be ended at any moment from outside.
 
-It is run as a file, and imports nothing but the standard library and the user's module. Requests
-come as JSON lines on standard input, replies go as JSON lines to what was standard output; the
-function itself reads and writes the null device. First it is told what to call and replies which
-arguments it wants; then it answers one request after another until its input ends.
+It is run as a file, and imports nothing but the standard library and the function's module.
+Messages are JSON lines on the socket that is its standard input; the function itself reads and
+writes the null device. First it is told what to call, and replies which arguments it wants. Then it
+answers one call after another; or it makes no call itself, but is a mould: asked for it, it forks
+processes that have imported the module already, each with a socket of its own, and says how they
+ended.
 """
 
+import ctypes
 import importlib
 import inspect
 import json
@@ -16,31 +19,87 @@ import random
 import re
 import resource
 import signal
+import socket
 import sys
+import time
 import traceback
-from collections.abc import Callable, Collection, Mapping
-from typing import Any, BinaryIO
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 # What a function that takes **kwargs is given.
 USUAL_ARGUMENTS = ("completion", "ground_truth", "prompt", "info")
 LONGEST_FAILURE = 300
+RECEIVED_BYTES = 1 << 20
+CHILD_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of Linux's prctl
+
+
+class Channel:
+    """Messages of one socket, and the file descriptors that came with them."""
+
+    def __init__(self, file_number: int):
+        os.set_inheritable(file_number, False)
+        self.socket = socket.socket(fileno=file_number)
+        self.socket.settimeout(None)
+        self.received = bytearray()
+        self.passed: list[int] = []
+
+    def receive(self) -> dict | None:
+        """The next message; None when there will be no more."""
+        while b"\n" not in self.received[-RECEIVED_BYTES:]:
+            chunk, passed, *_ = socket.recv_fds(self.socket, RECEIVED_BYTES, 1)
+            if not chunk:
+                return None
+            self.received += chunk
+            self.passed += passed
+        line, _, self.received = self.received.partition(b"\n")
+        return json.loads(line)
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        self.socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def close(self) -> None:
+        os.close(self.socket.detach())
+
+
+class Server(NamedTuple):
+    """The function, its options and the arguments that it wants."""
+
+    function: Callable
+    options: Mapping[str, Any]
+    wanted: list[str]
 
 
 def main() -> None:
-    requests, replies = _private_channels()
-    setup = json.loads(requests.readline())
+    channel = _private_channel()
+    setup = channel.receive()
     _limit_resources(setup["memory_limit_bytes"])
+    _adopt_orphans()
     try:
         function = _load(setup["search_path"], setup["module"], setup["function"])
         wanted = wanted_arguments(function, setup["offered"], setup["options"])
     except BaseException as error:
-        _reply(replies, {"error": described(error)})
+        channel.send({"error": described(error)})
         return
-    _reply(replies, {"wanted": wanted})
-    for line in requests:
-        request = json.loads(line)
-        outcome = _call(function, request["arguments"] | setup["options"], request)
-        _reply(replies, {"number": request["number"]} | outcome)
+    # A fork of a process with threads may find their locks held for ever.
+    channel.send({"wanted": wanted, "is_mould": _num_threads() == 1})
+    serve(channel, Server(function, setup["options"], wanted))
+    for pid in _children():
+        collect(pid)
+
+
+def serve(channel: Channel, server: Server) -> None:
+    """Answers messages until there are no more."""
+    # A fork by the function must neither take a message nor hold the socket open.
+    _OPEN[:] = [channel]
+    while (request := channel.receive()) is not None:
+        if request.get("fork"):
+            channel.send({"pid": _fork(channel.passed.pop(), server)})
+        elif "collect" in request:
+            channel.send({"status": collect(request["collect"], request["grace_s"])})
+        else:
+            outcome = _call(server.function, request["arguments"] | server.options, request)
+            channel.send({"number": request["number"]} | outcome)
 
 
 def wanted_arguments(
@@ -92,15 +151,37 @@ def described(error: BaseException) -> str:
     return text if is_ours else f"{text} ({os.path.basename(frame.filename)}, line {frame.lineno})"
 
 
-def _private_channels() -> tuple[BinaryIO, BinaryIO]:
-    """Input and output under numbers of their own; the standard ones lead to the null device."""
-    requests, replies = os.dup(0), os.dup(1)
+def collect(pid: int, grace_s: float = 0.0) -> int | None:
+    """Ends a child of this process with its process group.
+
+    Its exit status (negative: the signal), if it ended by itself within `grace_s`, else None.
+    """
+    deadline = time.monotonic() + grace_s
+    peek = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    with suppress(ChildProcessError):
+        while (ended := os.waitid(os.P_PID, pid, peek)) is None and time.monotonic() < deadline:
+            time.sleep(0.005)
+        for kill in (os.killpg, os.kill):
+            with suppress(ProcessLookupError, PermissionError):
+                kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+        return None if ended is None else os.waitstatus_to_exitcode(status)
+    return None
+
+
+_OPEN: list[Channel] = []
+
+
+def _private_channel() -> Channel:
+    """The socket under another number; the standard ones lead to the null device."""
+    channel = Channel(os.dup(0))
     null = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
         os.dup2(null, standard)
-    # A fork of this process must neither take a request nor hold the reply's pipe open.
-    os.register_at_fork(after_in_child=lambda: (os.close(requests), os.close(replies)))
-    return os.fdopen(requests, "rb"), os.fdopen(replies, "wb", buffering=0)
+    os.close(null)
+    _OPEN.append(channel)
+    os.register_at_fork(after_in_child=lambda: _OPEN.pop().close() if _OPEN else None)
+    return channel
 
 
 def _limit_resources(memory_limit_bytes: int | None) -> None:
@@ -109,12 +190,47 @@ def _limit_resources(memory_limit_bytes: int | None) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (memory_limit_bytes, memory_limit_bytes))
 
 
+def _adopt_orphans() -> None:
+    """What the function starts stays below this process, whatever session it moves to."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _children() -> Iterator[int]:
+    """The children that are left, and those that ending one of them leaves to this process."""
+    own = os.getpid()
+    with suppress(OSError):
+        while found := open(f"/proc/{own}/task/{own}/children").read().split():
+            yield from map(int, found)
+
+
+def _num_threads() -> int:
+    try:
+        return len(os.listdir("/proc/self/task"))
+    except OSError:
+        return 2  # Not Linux: unknown, so never forked.
+
+
 def _load(search_path: list[str], module: str, name: str) -> Callable:
     sys.path[:] = search_path
     function = getattr(importlib.import_module(module), name)
     if not callable(function):
         raise TypeError(f"{module}:{name} is not a function")
     return function
+
+
+def _fork(file_number: int, server: Server) -> int:
+    pid = os.fork()
+    if pid:
+        os.close(file_number)
+        return pid
+    try:
+        os.setsid()
+        channel = Channel(file_number)
+        channel.send({"is_ready": True})
+        serve(channel, server)
+    finally:
+        os._exit(0)
 
 
 def _call(function: Callable, arguments: Mapping[str, Any], request: Mapping[str, Any]) -> dict:
@@ -131,10 +247,6 @@ def _call(function: Callable, arguments: Mapping[str, Any], request: Mapping[str
     if os.getpid() != own_pid:
         os._exit(0)  # The function forked, and this is the fork returning from it.
     return outcome
-
-
-def _reply(replies: BinaryIO, message: Mapping[str, Any]) -> None:
-    replies.write(json.dumps(message).encode() + b"\n")
 
 
 if __name__ == "__main__":

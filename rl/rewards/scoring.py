@@ -1,9 +1,12 @@
-"""From rollouts to the table of rewards: every function, its column, and the weighted sum."""
+"""From rollouts to the table of rewards: every component, its column, and the weighted sum."""
 
+import atexit
 import hashlib
+import importlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +16,16 @@ from rl.artifacts import COMPONENT_PREFIX, make_table
 from rl.errors import MeshdialError
 from rl.rewards.built_in import BUILT_INS
 from rl.rewards.child import as_reward, described, wanted_arguments
-from rl.rewards.functions import RewardFunction, module_file, parse_functions, search_path
-from rl.rewards.pool import Call, Score, Target, score_in_processes
+from rl.rewards.functions import (
+    RewardFunction,
+    module_file,
+    parse_functions,
+    parse_models,
+    search_path,
+)
+from rl.rewards.normalising import normalised
+from rl.rewards.pool import score_in_processes
+from rl.rewards.processes import Call, Mould, Score, Target
 
 # The columns of a rollout that a reward function may name as arguments, besides `seed`.
 ROLLOUT_ARGUMENTS = (
@@ -29,38 +40,66 @@ def score(
     seed: int,
     time_limit_s: float,
     *,
+    models: Sequence[Mapping[str, Any]] = (),
+    model_scores: Mapping[str, Sequence[Score]] | None = None,
     memory_limit_bytes: int | None = None,
     num_processes: int = 2,
     check_alive: Callable[[], None] = lambda: None,
 ) -> pa.Table:
     """The rewards of `rollouts` (kind `rewards`), a row each and in their order.
 
-    `functions` is the config's list of {function, weight, name, options}. A sample's reward is the
-    weighted sum of its components, and null unless each of them has a value; `failure` says which
-    has not and why. `time_limit_s` and `memory_limit_bytes` bound one call of a user's function.
-    MeshdialError if a function cannot be found, or cannot be called with what there is.
+    `functions` is the config's list of {function, weight, name, options, normalise}; `models` is a
+    list of {name, weight, normalise}, and `model_scores` has the scores of each by its name, in the
+    order of the rollouts. A sample's reward is the weighted sum of its components, each normalised
+    over its group or the batch where that is asked for; it is null unless each has a value, and
+    `failure` says which has not and why. The component's own column has the value as it was
+    returned. `time_limit_s` and `memory_limit_bytes` bound one call of a function that runs in
+    processes of its own. MeshdialError if a function cannot be found, or cannot be called with what
+    there is.
     """
-    parsed = parse_functions(functions)
+    terms = [*parse_functions(functions), *parse_models(models)]
+    _check_terms(terms, rollouts.num_rows, model_scores or {})
     rows = _arguments(rollouts, seed)
-    components = {}
-    for function in parsed:
-        if not function.is_built_in or BUILT_INS[function.function].may_hang:
-            target = _target(function, time_limit_s, memory_limit_bytes)
-            calls = [Call(row, _call_seed(seed, row["sample_id"])) for row in rows]
-            scores = score_in_processes(target, calls, num_processes, check_alive)
-        else:
-            scores = _built_in_scores(function, rows)
-        components[function.name] = scores
-    totals = [_total(parsed, terms) for terms in zip(*components.values(), strict=True)]
+    components = {name: list(scores) for name, scores in (model_scores or {}).items()}
+    for function in parse_functions(functions):
+        if function.is_trusted:
+            components[function.name] = _built_in_scores(function, rows)
+            continue
+        target = _target(function, time_limit_s, memory_limit_bytes)
+        calls = [Call(row, _call_seed(seed, row["sample_id"])) for row in rows]
+        with _mould(function, target, list(rows[0]) if rows else []) as mould:
+            components[function.name] = score_in_processes(mould, calls, num_processes, check_alive)
+    totals = _totals(terms, components, [row["group_id"] for row in rows])
     columns = {
         "sample_id": [row["sample_id"] for row in rows],
         "reward": [total.value for total in totals],
         "scored_ok": [total.value is not None for total in totals],
         "failure": [total.failure for total in totals],
     }
-    for name, scores in components.items():
-        columns[COMPONENT_PREFIX + name] = [score.value for score in scores]
+    for term in terms:
+        values = [score.value for score in components[term.name]]
+        columns[COMPONENT_PREFIX + term.name] = values
     return make_table("rewards", columns)
+
+
+def _check_terms(terms: Sequence, num_rows: int, model_scores: Mapping[str, Sequence]) -> None:
+    if not terms:
+        raise MeshdialError("reward.functions is empty and there is no model; expected one of them")
+    names = [term.name for term in terms]
+    for name in names:
+        if names.count(name) > 1:
+            raise MeshdialError(
+                f"reward: two components are called {name}; give one of them a name of its own"
+            )
+    for name, scores in model_scores.items():
+        if len(scores) != num_rows:
+            raise MeshdialError(f"reward model {name}: {len(scores)} scores of {num_rows} rollouts")
+    functions = {term.name for term in terms if isinstance(term, RewardFunction)}
+    if functions | {*model_scores} != {*names}:
+        raise MeshdialError(
+            f"reward models {', '.join(sorted({*names} - functions)) or 'none'} are asked for, "
+            f"and there are scores of {', '.join(sorted(model_scores)) or 'none'}"
+        )
 
 
 def _arguments(rollouts: pa.Table, seed: int) -> list[dict[str, Any]]:
@@ -73,8 +112,8 @@ def _target(
 ) -> Target:
     if function.is_built_in:
         # By its bare name, so that the process does not import the whole package.
-        module, name = "built_in", function.function
-        folders = [str(Path(__file__).parent), *search_path()]
+        module, name = BUILT_INS[function.function].module, function.function
+        folders = [*search_path(), str(Path(__file__).parent)]
     else:
         module, name = function.module_and_function
         module_file(module)
@@ -82,10 +121,41 @@ def _target(
     return Target(module, name, folders, function.options, time_limit_s, memory_limit_bytes)
 
 
+_KEPT: dict[str, Mould] = {}
+
+
+@contextmanager
+def _mould(function: RewardFunction, target: Target, offered: Sequence[str]) -> Iterator[Mould]:
+    """Where a function's processes come from.
+
+    Those of built-ins outlive the batch, so that their packages are imported once in a program. A
+    user's module is imported again for each batch: it may have been edited.
+    """
+    if not function.is_built_in:
+        mould = Mould(target, offered)
+        try:
+            yield mould
+        finally:
+            mould.end()
+        return
+    key = json.dumps([vars(target), *offered], sort_keys=True)
+    mould = _KEPT.get(key)
+    if mould is None or mould.is_abandoned:
+        mould = _KEPT[key] = Mould(target, offered)
+    yield mould
+
+
+@atexit.register
+def _end_kept() -> None:
+    while _KEPT:
+        _KEPT.popitem()[1].end()
+
+
 def _built_in_scores(function: RewardFunction, rows: Sequence[Mapping[str, Any]]) -> list[Score]:
     if not rows:
         return []
-    call = BUILT_INS[function.function].function
+    module = importlib.import_module(f"rl.rewards.{BUILT_INS[function.function].module}")
+    call = getattr(module, function.function)
     try:
         wanted = wanted_arguments(call, rows[0].keys(), function.options)
     except TypeError as error:
@@ -100,16 +170,30 @@ def _built_in_scores(function: RewardFunction, rows: Sequence[Mapping[str, Any]]
     return scores
 
 
-def _total(functions: Sequence[RewardFunction], terms: Sequence[Score]) -> Score:
+def _totals(
+    terms: Sequence, components: Mapping[str, Sequence[Score]], group_ids: Sequence[str]
+) -> list[Score]:
+    """The weighted sum of each sample's components."""
+    keys = {"group": group_ids, "batch": [None] * len(group_ids)}
+    columns = [
+        components[term.name]
+        if term.normalise == "none"
+        else normalised(components[term.name], keys[term.normalise])
+        for term in terms
+    ]
+    return [_total(terms, scores) for scores in zip(*columns, strict=True)]
+
+
+def _total(terms: Sequence, scores: Sequence[Score]) -> Score:
     """The weighted sum of one sample's components."""
     failures = [
-        f"{function.name}: {term.failure}"
-        for function, term in zip(functions, terms, strict=True)
-        if term.value is None
+        f"{term.name}: {score.failure}"
+        for term, score in zip(terms, scores, strict=True)
+        if score.value is None
     ]
     if failures:
         return Score(None, "; ".join(failures))
-    products = (f.weight * term.value for f, term in zip(functions, terms, strict=True))
+    products = (term.weight * score.value for term, score in zip(terms, scores, strict=True))
     try:
         # Not sum, which rounds differently from one Python version to another.
         total = math.fsum(products)

@@ -30,11 +30,15 @@ from rl.sharding import device_mesh, on
 from rl.stages.request import Request
 
 MODULES = {
-    "rl.stages.base": ("init_policy", "warm_start"),
+    "rl.stages.base": ("init_policy", "init_value_model", "warm_start"),
     "rl.stages.policy": ("start_policy", "sync_weights"),
     "rl.stages.experience": ("prepare_prompts", "generate_rollouts", "score_rewards"),
-    "rl.stages.scoring": ("reference_logprobs", "policy_logprobs", "estimate_advantages"),
-    "rl.stages.learning": ("update_actor", "check_iteration"),
+    "rl.stages.reward_models": ("score_with_models",),
+    "rl.stages.scoring": ("reference_logprobs", "policy_logprobs"),
+    "rl.stages.critic": ("start_critic", "critic_values", "update_critic"),
+    "rl.stages.advantages": ("estimate_advantages",),
+    "rl.stages.learning": ("update_actor",),
+    "rl.stages.checking": ("check_iteration",),
     "rl.stages.evaluation": ("evaluate_policy",),
     "rl.stages.reporting": ("report_run", "compare_runs"),
 }

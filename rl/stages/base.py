@@ -51,6 +51,19 @@ def init_policy(job: Request, context: Context) -> str:
     return f"{facts['name']}, {facts['num_parameters'] / 1e6:.1f} M parameters, {facts['dtype']}"
 
 
+def init_value_model(job: Request, context: Context) -> str:
+    """As `init_policy`, a model with a value head: what a critic starts from, or a reward model."""
+    settings = job.config
+    with Publisher(context.check_alive).directory(job.outputs["model"]) as folder:
+        facts = group.first(
+            lambda: prepare_model(settings["source"], folder, dtype=settings["dtype"], head="value")
+        )
+        tensors = described(read_safetensors(folder / WEIGHTS_FILE))
+        manifest = facts | identity_of(folder, tensors) | {"head": "value"}
+        write_json(Publisher(), folder / MANIFEST, manifest)
+    return f"{facts['name']}, {facts['num_parameters'] / 1e6:.1f} M parameters, {facts['dtype']}"
+
+
 def _prepared(folder: Path, model: Mapping) -> dict:
     return prepare_model(
         model["source"], folder, model["architecture"], model["seed"], model["dtype"]

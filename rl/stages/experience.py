@@ -5,18 +5,16 @@ from collections.abc import Mapping
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rl.artifacts import (
-    Publisher,
-    read_table,
-    write_table,
-)
+from rl.artifacts import COMPONENT_PREFIX, Publisher, join, read_table, write_table
+from rl.conflicts import model_name
 from rl.context import Context
 from rl.errors import MeshdialError
 from rl.memory import memory_of
 from rl.models.tokenizer import Tokenizer
 from rl.rewards import score, scorer_hash
+from rl.rewards.processes import Score
 from rl.rollout.sampling import SamplingConfig
-from rl.schedule import behaviour_version
+from rl.schedule import behaviour_version, num_sampled_prompts
 from rl.stages.completions import ending, sample_completions
 from rl.stages.request import Request, told_bytes
 from rl.sync import rollout_policy, tokenizer_of
@@ -42,7 +40,8 @@ def generate_rollouts(job: Request, context: Context) -> str:
     policy = rollout_policy(job, memory_of(context), version)
     tokenizer = tokenizer_of(memory_of(context), job.input("base"))
     prompts = read_table(job.input("prompts"), "prompts")
-    size = config["rollout.prompts_per_iteration"]
+    keys = ("prompts_per_iteration", "oversampling")
+    size = num_sampled_prompts({key: config[f"rollout.{key}"] for key in keys})
     rows = iteration_window(prompts.num_rows, size, config["seed"], job.iteration)
     window = prompts.take(rows)
     table = sample_completions(
@@ -85,9 +84,15 @@ def rollout_sampling(config: Mapping, tokenizer: Tokenizer) -> SamplingConfig:
 
 
 def score_rollouts(
-    rollouts: pa.Table, functions: list, seed: int, config: Mapping, context: Context
+    rollouts: pa.Table,
+    functions: list,
+    seed: int,
+    config: Mapping,
+    context: Context,
+    **models,
 ) -> pa.Table:
-    """The rewards of these rollouts by these functions, within the limits of the config."""
+    """The rewards of these rollouts by these functions, within the limits of the config; `models`
+    are the arguments of `score` about reward models."""
     limit = config["reward.memory_limit_mb"]
     return score(
         rollouts,
@@ -96,6 +101,7 @@ def score_rollouts(
         config["reward.time_limit_s"],
         memory_limit_bytes=None if limit is None else limit * 2**20,
         check_alive=context.check_alive,
+        **models,
     )
 
 
@@ -103,7 +109,8 @@ def score_rewards(job: Request, context: Context) -> str:
     """A reward for each rollout; a scorer that failed is recorded and is no reward of 0."""
     rollouts = read_table(job.input("rollouts"), "rollouts")
     functions = job.config["reward.functions"]
-    rewards = score_rollouts(rollouts, functions, job.config["seed"], job.config, context)
+    models = _model_scores(job, rollouts)
+    rewards = score_rollouts(rollouts, functions, job.config["seed"], job.config, context, **models)
     if rewards["sample_id"].to_pylist() != rollouts["sample_id"].to_pylist():
         raise MeshdialError(
             f"{job.input('rollouts')}: the scorer returned other samples than it was given"
@@ -113,6 +120,27 @@ def score_rewards(job: Request, context: Context) -> str:
         Publisher(context.check_alive), job.outputs["rewards"], "rewards", rewards, provenance
     )
     return _told(rewards)
+
+
+def _model_scores(job: Request, rollouts: pa.Table) -> dict:
+    """What the reward models said of these rollouts, as arguments of `score`."""
+    models = [model | {"name": model_name(model)} for model in job.config["reward.models"]]
+    if not models:
+        return {}
+    table = read_table(job.input("model_scores"), "model_scores")
+    columns = {model["name"]: COMPONENT_PREFIX + model["name"] for model in models}
+    table = join(rollouts.select(["sample_id"]), table, ["failure", *columns.values()])
+    failures = table["failure"].to_pylist()
+    return {
+        "models": models,
+        "model_scores": {
+            name: [
+                Score(value, None if value is not None else failure)
+                for value, failure in zip(table[column].to_pylist(), failures, strict=True)
+            ]
+            for name, column in columns.items()
+        },
+    }
 
 
 def _told(rewards: pa.Table) -> str:

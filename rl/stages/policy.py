@@ -5,7 +5,13 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 
 from rl.artifacts import Publisher
-from rl.checkpoint import abstract_trainable, read_manifest, restore_parameters, save_policy
+from rl.checkpoint import (
+    Kind,
+    abstract_trainable,
+    read_manifest,
+    restore_parameters,
+    save_policy,
+)
 from rl.context import Context
 from rl.learner import init_optimizer
 from rl.memory import Memory, memory_of
@@ -22,7 +28,7 @@ from rl.sync import (
     nbytes,
     on_mesh,
     recast,
-    remember_policy,
+    remember_trained,
 )
 from rl.weights import check_identity, export_weights
 
@@ -37,24 +43,33 @@ def start_policy(job: Request, context: Context) -> str:
     else:
         trainable = load_base(memory_of(context), folder, is_private=True).parameters
     state = placed(init_optimizer(first_optimizer(job.config["optimizer.name"]), trainable))
-    publish_policy(job, context, trainable, state, job.config["optimizer.name"], 0, None)
+    publish_trained(job, context, trainable, state, job.config["optimizer.name"], 0, None)
     count = sum(value.size for value in trainable.values())
     return f"{count / 1e6:.2f} M trainable parameters"
 
 
-def publish_policy(
-    job: Request, context: Context, trainable, state, optimizer: str, version: int, parent
+def publish_trained(
+    job: Request,
+    context: Context,
+    trainable,
+    state,
+    optimizer: str,
+    version: int,
+    parent,
+    kind: Kind = "policy",
 ) -> dict:
-    """Write a policy's checkpoint, and keep its arrays for whoever asks for it next."""
+    """Write a checkpoint of this kind, the name of the stage's output, and keep its arrays for
+    whoever asks for them next."""
     manifest = save_policy(
         Publisher(context.check_alive),
-        job.outputs["policy"],
+        job.outputs[kind],
         trainable,
         state,
         {"version": version},
         job.provenance(version=version, parent=parent, optimizer=optimizer),
+        kind,
     )
-    remember_policy(memory_of(context), manifest, trainable, state)
+    remember_trained(memory_of(context), manifest, trainable, state, kind)
     return manifest
 
 

@@ -76,16 +76,19 @@ class Request:
         spent = time.perf_counter() - started
         self.costs_found["compute_seconds"] = self.costs_found.get("compute_seconds", 0.0) + spent
 
-    @property
-    def lora(self) -> LoraConfig | None:
-        block = self.config["lora"]
-        if block is None or block["rank"] == 0:
-            return None
-        return LoraConfig(block["rank"], float(block["alpha"]), tuple(block["targets"]))
-
     def spec(self, config: ModelConfig, dtype: str) -> ModelSpec:
         """The policy's: the base's sizes with this run's adapter."""
-        return ModelSpec(config, self.lora, dtype)
+        return ModelSpec(config, _lora(self.config["lora"]), dtype)
+
+    def critic_spec(self, config: ModelConfig, dtype: str) -> ModelSpec:
+        """The critic's: its trunk's sizes with its own adapter and a value head."""
+        return ModelSpec(config, _lora(self.config["critic.lora"]), dtype, head="value")
+
+
+def _lora(block: Mapping[str, Any] | None) -> LoraConfig | None:
+    if block is None or block["rank"] == 0:
+        return None
+    return LoraConfig(block["rank"], float(block["alpha"]), tuple(block["targets"]))
 
 
 def told_bytes(count: int) -> str:

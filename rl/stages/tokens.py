@@ -27,7 +27,11 @@ def encode_prompts(prompts: pa.Table, tokenizer: Tokenizer) -> tuple[list[str], 
 
 def lists(table: pa.Table, column: str) -> list[np.ndarray]:
     """A list column as one NumPy array a row."""
-    array = table[column].combine_chunks()
+    return _lists(table[column])
+
+
+def _lists(column: pa.ChunkedArray) -> list[np.ndarray]:
+    array = column.combine_chunks()
     offsets = array.offsets.to_numpy()
     values = array.values.to_numpy(zero_copy_only=False)
     return [values[a:b] for a, b in itertools.pairwise(offsets)]
@@ -38,17 +42,23 @@ def update_batch(
     temperature: float,
     max_tokens: int,
     tables: Mapping[str, tuple[pa.Table, str]] = MappingProxyType({}),
+    advantages: pa.Table | None = None,
 ) -> UpdateBatch:
     """Rollouts with the columns of other tables, laid out by groups.
 
     `max_tokens` is the longest that a completion can be; `tables` maps an argument of `pack` to
-    the table and the column that it comes from.
+    the table and the list column that it comes from. Only the groups that the table `advantages`
+    says are used; without it, all.
     """
-    more = {}
-    for argument, (table, column) in tables.items():
-        joined = join(rollouts.select(["sample_id"]), table, [column])
-        is_list = pa.types.is_list(joined.schema.field(column).type)
-        more[argument] = lists(joined, column) if is_list else joined[column].to_numpy()
+    joined = {
+        argument: join(rollouts.select(["sample_id"]), table, [column])[column]
+        for argument, (table, column) in tables.items()
+    }
+    if advantages is not None:
+        is_used = join(rollouts.select(["sample_id"]), advantages, ["is_used"])["is_used"]
+        rollouts = rollouts.filter(is_used)
+        joined = {argument: column.filter(is_used) for argument, column in joined.items()}
+    more = {argument: _lists(column) for argument, column in joined.items()}
     return pack(
         group_ids=rollouts["group_id"].to_pylist(),
         prompt_tokens=lists(rollouts, "prompt_tokens"),

@@ -14,6 +14,7 @@ import pyarrow as pa
 from rl.errors import MeshdialError
 from rl.tasks.few_shot import addition, larger, next_number
 from rl.tasks.order import iteration_window
+from rl.tasks.procedural import reasoning_gym
 from rl.tasks.prompt_table import Prompt, prompt_table
 from rl.tasks.sort_digits import sort_digits
 from rl.tasks.user_table import table
@@ -25,6 +26,7 @@ TASKS: dict[str, Callable[..., tuple[list[Prompt], list[Prompt]]]] = {
     "next_number": next_number,
     "larger": larger,
     "sort_digits": sort_digits,
+    "reasoning_gym": reasoning_gym,
     "table": table,
 }
 

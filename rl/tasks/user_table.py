@@ -10,7 +10,7 @@ Rows count from 1; in JSONL a row's number is its line's.
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,9 +25,17 @@ ROWS_PER_BATCH = 512
 
 
 def table(
-    *, train_file: str | None, heldout_file: str | None, heldout_fraction: float
+    *,
+    train_file: str | None,
+    heldout_file: str | None,
+    heldout_fraction: float,
+    pass_rate_column: str | None,
+    pass_rate: Sequence[float],
 ) -> tuple[list[Prompt], list[Prompt]]:
     """Prompts in the order of their rows.
+
+    With `pass_rate_column`, the training rows whose share of right answers, as it stands in that
+    column, lies outside the bounds `pass_rate` are left out; held-out rows all stay.
 
     With `heldout_file`, a training prompt that stands in it too is left out of training. Without,
     about `heldout_fraction` of the prompts are held out, by a hash of the prompt: a row added to
@@ -44,10 +52,17 @@ def table(
         bound = math.ceil(heldout_fraction * 2**64)
         heldout = [prompt for prompt in prompts if hash64(_content(prompt)) < bound]
         train = [prompt for prompt in prompts if hash64(_content(prompt)) >= bound]
+    if pass_rate_column is not None:
+        rates = _pass_rates(train_file, pass_rate_column)
+        low, high = pass_rate
+        train = [prompt for prompt in train if low <= rates[prompt.prompt_id] <= high]
     for side, rows in (("training", train), ("held-out", heldout)):
         if not rows:
             files = f"{train_file} and {heldout_file}" if heldout_file else train_file
-            raise MeshdialError(f"{files}: no {side} prompt among the {len(prompts)} rows")
+            within = ""
+            if pass_rate_column is not None and side == "training":
+                within = f" with {pass_rate_column} from {low:g} to {high:g}"
+            raise MeshdialError(f"{files}: no {side} prompt{within} among the {len(prompts)} rows")
     return train, heldout
 
 
@@ -57,17 +72,26 @@ def read_prompts(path: str) -> list[Prompt]:
     A prompt's id is the file's stem or the row's `data_source`, and a hash of prompt and answer;
     where the same row stands there again, `-2`, `-3`, ... follow.
     """
-    times_seen: dict[str, int] = {}
-    prompts = []
-    for number, row in _rows(Path(path)):
-        prompt = _Row(path, number, row).prompt()
-        times = times_seen[prompt.prompt_id] = times_seen.get(prompt.prompt_id, 0) + 1
-        if times > 1:
-            prompt = replace(prompt, prompt_id=f"{prompt.prompt_id}-{times}")
-        prompts.append(prompt)
+    prompts = [prompt for prompt, _ in _identified(path)]
     if not prompts:
         raise MeshdialError(f"{path}: the file has no rows")
     return prompts
+
+
+def _identified(path: str) -> Iterator[tuple[Prompt, "_Row"]]:
+    times_seen: dict[str, int] = {}
+    for number, values in _rows(Path(path)):
+        row = _Row(path, number, values)
+        prompt = row.prompt()
+        times = times_seen[prompt.prompt_id] = times_seen.get(prompt.prompt_id, 0) + 1
+        if times > 1:
+            prompt = replace(prompt, prompt_id=f"{prompt.prompt_id}-{times}")
+        yield prompt, row
+
+
+def _pass_rates(path: str, column: str) -> dict[str, float]:
+    """The pass rate of each row, by its prompt's id."""
+    return {prompt.prompt_id: row.pass_rate(column) for prompt, row in _identified(path)}
 
 
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -153,6 +177,18 @@ class _Row:
         if not is_mapping or not all(isinstance(message.get(field), str) for field in fields):
             self.refuse("prompt", f"expected {{role, content}} as text, found {_show(message)}")
         return {field: self.plain("prompt", message[field]) for field in fields}
+
+    def pass_rate(self, column: str) -> float:
+        """A number from 0 to 1; the column may be inside another: `extra_info.pass_rate`."""
+        value: Any = self.row
+        for key in [column] if column in self.row else column.split("."):
+            if not isinstance(value, Mapping) or key not in value:
+                self.refuse(column, f"the column is missing; found {', '.join(self.row)}")
+            value = value[key]
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 <= value <= 1:
+            self.refuse(column, f"expected a pass rate from 0 to 1, found {_show(value)}")
+        return float(value)
 
     def verl_info(self) -> dict[str, Any]:
         info = self.info("prompt")

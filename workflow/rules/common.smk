@@ -2,6 +2,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -11,7 +12,9 @@ from rl.config import expand as expand_runs
 from rl.config import leaves
 from rl.config import sweep_name
 from rl.errors import MeshdialError
+from rl.conflicts import model_name as component_name
 from rl.mesh import HOST, ROLES, layout, layouts, pool, process_layout, roles_on_meshes
+from rl.mesh import uses_critic
 from rl.models.folder import model_files
 from rl.report.sinks import check_sink
 from rl.processes.runtime import LAUNCHERS
@@ -22,6 +25,8 @@ from rl.schedule import (
     is_anchored,
     is_evaluated,
     is_kept,
+    penalises_reward,
+    reference_version,
 )
 from rl.stage_table import stage_config
 from rl.tasks import task_files

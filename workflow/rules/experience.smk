@@ -55,9 +55,42 @@ rule generate_rollouts:
         )
 
 
+rule score_with_models:
+    input:
+        rollouts="results/{run}/{iteration}/rollouts.parquet",
+        prompts=train_prompts_of,
+        models=reward_models_of,
+    output:
+        model_scores="results/{run}/{iteration}/model_scores.parquet",
+    log:
+        text="results/{run}/{iteration}/logs/score_with_models.log",
+        timings="results/{run}/{iteration}/timings/score_with_models.json",
+    priority: run_priority
+    conda:
+        "../envs/meshdial.yaml"
+    resources:
+        **on_mesh("reward"),
+        last=last_iteration,
+        micro_batch_tokens=cost("micro_batch_tokens", "learner"),
+    params:
+        config=reward_models_slice,
+        models=named_reward_models,
+    shell:
+        stage(
+            "score_with_models",
+            inputs="rollouts prompts",
+            outputs="model_scores",
+            costs="micro_batch_tokens",
+        )
+        + " {params.models}"
+
+
 rule score_rewards:
     input:
         rollouts="results/{run}/{iteration}/rollouts.parquet",
+        model_scores=where(
+            has_reward_models, "results/{run}/{iteration}/model_scores.parquet"
+        ),
         scorers=scorer_files,
     output:
         rewards="results/{run}/{iteration}/rewards.parquet",
@@ -76,7 +109,7 @@ rule score_rewards:
     shell:
         stage(
             "score_rewards",
-            inputs="rollouts",
+            inputs="rollouts model_scores",
             outputs="rewards",
         )
 
@@ -85,6 +118,7 @@ rule reference_logprobs:
     input:
         rollouts="results/{run}/{iteration}/rollouts.parquet",
         base=base_of,
+        policy=reference_policy,
     output:
         reference="results/{run}/{iteration}/reference.parquet",
     log:
@@ -102,7 +136,7 @@ rule reference_logprobs:
     shell:
         stage(
             "reference_logprobs",
-            inputs="rollouts base",
+            inputs="rollouts base policy",
             outputs="reference",
             costs="micro_batch_tokens",
         )
@@ -140,6 +174,11 @@ rule estimate_advantages:
     input:
         rollouts="results/{run}/{iteration}/rollouts.parquet",
         rewards="results/{run}/{iteration}/rewards.parquet",
+        reference=where(penalises_reward, "results/{run}/{iteration}/reference.parquet"),
+        policy_logprobs=where(
+            penalises_reward, "results/{run}/{iteration}/policy_logprobs.parquet"
+        ),
+        values=where(uses_critic, "results/{run}/{iteration}/values.parquet"),
     output:
         advantages="results/{run}/{iteration}/advantages.parquet",
     log:
@@ -157,6 +196,6 @@ rule estimate_advantages:
     shell:
         stage(
             "estimate_advantages",
-            inputs="rollouts rewards",
+            inputs="rollouts rewards reference policy_logprobs values",
             outputs="advantages",
         )

@@ -57,9 +57,17 @@ rule check_iteration:
         rollouts="results/{run}/{iteration}/rollouts.parquet",
         rewards="results/{run}/{iteration}/rewards.parquet",
         advantages="results/{run}/{iteration}/advantages.parquet",
+        model_scores=where(
+            has_reward_models, "results/{run}/{iteration}/model_scores.parquet"
+        ),
         reference=where(has_reference, "results/{run}/{iteration}/reference.parquet"),
         policy_logprobs=where(
             has_policy_logprobs, "results/{run}/{iteration}/policy_logprobs.parquet"
+        ),
+        values=where(uses_critic, "results/{run}/{iteration}/values.parquet"),
+        critic=where(uses_critic, "results/{run}/{iteration}/critic"),
+        critic_figures=where(
+            uses_critic, "results/{run}/{iteration}/critic_update.json"
         ),
     output:
         checks="results/{run}/{iteration}/checks.json",
@@ -81,7 +89,8 @@ rule check_iteration:
     shell:
         stage(
             "check_iteration",
-            inputs="policy figures rollouts rewards advantages reference policy_logprobs",
+            inputs="policy figures rollouts rewards advantages model_scores reference"
+            " policy_logprobs values critic critic_figures",
             costs="max_logprob_drift max_unscored",
             outputs="checks",
         )

@@ -25,6 +25,35 @@ def base_name(run):
     return f"{model_name(run)}-warm-{hash_of(parts)}"
 
 
+def reward_models_slice(wildcards):
+    """What scores of reward models depend on, besides the models themselves."""
+    names = [component_name(m) for m in run_of(wildcards)["reward"]["models"]]
+    return json.dumps(
+        stage_config({}, "score_with_models") | {"names": names}, sort_keys=True
+    )
+
+
+def value_models(run):
+    """What a run makes models with a value head from: {source, dtype} of each."""
+    models = [model_of(entry) for entry in run["reward"]["models"]]
+    if uses_critic(run) and run["critic"]["source"]:
+        models.append(critic_source(run))
+    return models
+
+
+def critic_source(run):
+    return {"source": run["critic"]["source"], "dtype": run["model"]["dtype"]}
+
+
+def value_model_slice(model):
+    return stage_config({}, "init_value_model") | model
+
+
+def value_model_name(model):
+    word = re.sub(r"[^a-z0-9]+", "-", Path(model["source"]).name.lower()).strip("-")
+    return f"{word}-{hash_of(value_model_slice(model))}"
+
+
 def evaluation_name(run):
     """The evaluation before training, which does not depend on the adapter."""
     parts = stage_config(run, "evaluate_policy") | {"lora": None}
@@ -42,6 +71,13 @@ MODELS, PROMPTS, EVALUATIONS = (
     by_name(prompts_name),
     by_name(evaluation_name),
 )
+
+
+VALUE_MODELS = {
+    value_model_name(model): (run, model)
+    for run in reversed(RUNS.values())
+    for model in value_models(run)
+}
 
 
 def shared_slice(name, runs, wildcard):
@@ -75,6 +111,31 @@ def base_of(wildcards):
     return f"results/shared/models/{base_name(run_of(wildcards))}"
 
 
+def trunk_of(wildcards):
+    """The model that the critic starts from."""
+    run = run_of(wildcards)
+    if run["critic"]["source"] is None:
+        return base_of(wildcards)
+    return f"results/shared/models/{value_model_name(critic_source(run))}"
+
+
+def reward_models_of(wildcards):
+    """The folder of each reward model."""
+    models = run_of(wildcards)["reward"]["models"]
+    return [f"results/shared/models/{value_model_name(model_of(m))}" for m in models]
+
+
+def model_of(entry):
+    return {key: entry[key] for key in ("source", "dtype")}
+
+
+def named_reward_models(wildcards):
+    """The reward models as inputs of a command."""
+    names = [component_name(m) for m in run_of(wildcards)["reward"]["models"]]
+    pairs = zip(names, reward_models_of(wildcards), strict=True)
+    return " ".join(f"--input model.{shlex.quote(name)}={path}" for name, path in pairs)
+
+
 def train_prompts_of(wildcards):
     return f"results/shared/prompts/{prompts_name(run_of(wildcards))}/train.parquet"
 
@@ -91,8 +152,15 @@ def first_evaluation_of(wildcards):
 
 
 def model_source(wildcards):
+    return source_files(MODELS[wildcards.model]["model"]["source"])
+
+
+def value_model_source(wildcards):
+    return source_files(VALUE_MODELS[wildcards.model][1]["source"])
+
+
+def source_files(source):
     """The files that a model is made from, where it is made from files."""
-    source = MODELS[wildcards.model]["model"]["source"]
     if source == "scratch" or source.startswith("pypi:"):
         return []
     path = Path(source).expanduser()
@@ -159,15 +227,33 @@ def has_reference(run):
     return "reference" in roles_on_meshes(run)
 
 
+def has_reward_models(run):
+    return bool(run["reward"]["models"])
+
+
+def reference_policy(wildcards):
+    """The policy that is the iteration's reference, where that is no longer the base."""
+    every = run_of(wildcards)["reference"]["refresh_every"]
+    version = reference_version(every, int(wildcards.iteration))
+    return f"results/{wildcards.run}/{version:04d}/policy" if version else []
+
+
 def has_policy_logprobs(run):
     """Whether the policy at the update's start is not the one that sampled, or does not stay."""
     return is_anchored(run) or run["lag"] > 0
 
 
 def kept_policies(run):
-    """The policy versions that stay on disk once their readers are done."""
-    last = run["iterations"]
-    return [f"{n:04d}" for n in range(last + 1) if is_kept(run["keep"], n, last)]
+    """The policy versions, and the critics, that stay on disk once their readers are done; so
+    does what the next iteration would have as its reference."""
+    last, every = run["iterations"], run["reference"]["refresh_every"]
+    references = (
+        {reference_version(every, n) for n in (last, last + 1)}
+        if has_reference(run)
+        else set()
+    )
+    kept = {n for n in range(last + 1) if is_kept(run["keep"], n, last)}
+    return [f"{n:04d}" for n in sorted(kept | references)]
 
 
 def kept_weights(run):

@@ -25,6 +25,32 @@ rule init_policy:
         )
 
 
+rule init_value_model:
+    input:
+        source=value_model_source,
+    output:
+        model=directory("results/shared/models/{model}"),
+    log:
+        text="results/shared/logs/init_value_model-{model}.log",
+        timings="results/shared/timings/init_value_model-{model}.json",
+    wildcard_constraints:
+        model=any_of(VALUE_MODELS),
+    localrule: True
+    conda:
+        "../envs/meshdial.yaml"
+    resources:
+        **on_host(lambda wildcards: VALUE_MODELS[wildcards.model][0]),
+    params:
+        config=lambda wildcards: json.dumps(
+            value_model_slice(VALUE_MODELS[wildcards.model][1]), sort_keys=True
+        ),
+    shell:
+        shared_stage(
+            "init_value_model",
+            outputs="model",
+        )
+
+
 rule warm_start:
     input:
         model=lambda wildcards: f"results/shared/models/{model_name(WARM[wildcards.model])}",

@@ -26,6 +26,7 @@ rule report_run:
         **on_host(),
     params:
         config=slice_of("report_run"),
+        critic_update=critic_update_of,
     shell:
         shared_stage(
             "report_run", inputs="first_evaluation", outputs=f"metrics {FIGURES}"
@@ -35,6 +36,7 @@ rule report_run:
         + in_iterations("advantages", "advantages.parquet")
         + in_iterations("update", "update.json")
         + in_iterations("evaluation", "evaluation.parquet")
+        + " --input critic_update={params.critic_update:q}"
         + in_iterations("timings", "timings/{{stage}}.json")
         + " --run {wildcards.run}"
 

@@ -10,6 +10,8 @@ def tables_of(name, run):
     stems = ["rollouts.parquet", "rewards.parquet", "advantages.parquet"]
     stems += ["reference.parquet"] * has_reference(run)
     stems += ["policy_logprobs.parquet"] * has_policy_logprobs(run)
+    stems += ["model_scores.parquet"] * has_reward_models(run)
+    stems += ["values.parquet", "critic_update.json"] * uses_critic(run)
     stems += ["update.json", "checks.json"]
     for n in iterations_of(run):
         yield from (f"results/{name}/{n:04d}/{stem}" for stem in stems)
@@ -18,8 +20,10 @@ def tables_of(name, run):
 
 
 def versions_of(name, run):
-    """The policy versions that a run keeps, and the weights."""
+    """The policy versions that a run keeps, its critics, and the weights."""
     yield from (f"results/{name}/{n}/policy" for n in kept_policies(run))
+    if uses_critic(run):
+        yield from (f"results/{name}/{n}/critic" for n in kept_policies(run))
     yield from (f"results/{name}/{n}/weights" for n in kept_weights(run))
 
 
@@ -69,3 +73,13 @@ FIGURES = "learning_curve reward_spread kl entropy completion_length logprob_dri
 def in_iterations(name, path):
     """An input that the stage looks up in every iteration's folder: too many for a command line."""
     return f" --input '{name}=results/{{wildcards.run}}/{{{{iteration}}}}/{path}'"
+
+
+def critic_update_of(wildcards):
+    """As `in_iterations`, of a run with a critic."""
+    has_critic = uses_critic(run_of(wildcards))
+    return (
+        f"results/{wildcards.run}/{{iteration}}/critic_update.json"
+        if has_critic
+        else ""
+    )
