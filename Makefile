@@ -26,11 +26,12 @@ lint: $(VENV)/.test
 report: $(VENV)/.run
 	$(BIN)/snakemake --cores 1 --configfile $(CONFIG) --report report.html
 
-$(VENV)/.run: requirements.lock pyproject.toml
+$(VENV)/.run: requirements.lock requirements-verifiers.lock pyproject.toml
 	@$(PYTHON) -c "import sys; v = sys.version_info[:2]; sys.exit(f'meshdial needs Python 3.11 to 3.13, and {sys.executable} is {v[0]}.{v[1]}: make PYTHON=python3.12 run') if not (3, 11) <= v <= (3, 13) else None"
 	$(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV) ..."
 	$(PIP) -r requirements.lock
+	$(PIP) -r requirements-verifiers.lock || echo "Going on without reasoning-gym and math-verify: one of their packages was not built (see above)."
 	$(PIP) --editable .
 	touch $@
 

@@ -11,6 +11,9 @@ from rl.rewards import score
 from rl.tasks import make_prompts
 from rl.tasks.procedural import NUM_SHOTS, _shares
 from tests.test_rewards import rollouts
+from tests.verifiers import needs_verifiers
+
+pytestmark = needs_verifiers
 
 SUMS = {"name": "chain_sum", "options": {"min_terms": 2, "max_terms": 2, "max_digits": 1}}
 SUMS["options"] |= {"min_digits": 1}

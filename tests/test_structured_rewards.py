@@ -10,6 +10,9 @@ from rl.rewards import score, scorer_hash
 from rl.rewards.functions import parse_functions
 from rl.rewards.structure import format_tags, json_schema
 from tests.test_rewards import rollouts
+from tests.verifiers import needs_verifiers
+
+pytestmark = needs_verifiers
 
 SCHEMA = {
     "type": "object",
