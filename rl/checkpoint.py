@@ -59,8 +59,9 @@ def save_policy(
 ) -> dict:
     """Writes the folder and returns its manifest.
 
-    `kind` is what is trained; `optimizer_state` is any tree of arrays. The manifest's `content_id` names parameters, optimizer
-    state and counters together, `parameters_content_id` the parameters alone.
+    `kind` is what is trained; `optimizer_state` is any tree of arrays. The manifest's `content_id`
+    names parameters, optimizer state and counters together, `parameters_content_id` the parameters
+    alone.
     """
     trees = {"trainable": dict(trainable), "optimizer": _named_leaves(optimizer_state)}
     ids = {

@@ -30,6 +30,7 @@ from rl.artifacts import (
 from rl.block_reader import Loaded, Wanted, read_tensors
 from rl.block_writer import Stored, write_in_batches, write_tensors
 from rl.errors import MeshdialError
+from rl.models.config_file import write_model_config
 from rl.models.families import (
     ADAPTER_FILE,
     TOKEN_ID_KEYS,
@@ -145,7 +146,8 @@ def load_model(
     for key in ("tensors", "parameters_content_id"):
         if key not in manifest:
             raise MeshdialError(f"{folder / MANIFEST} has no key {key}")
-    spec = ModelSpec(model_config(read_config(folder), folder / "config.json"))
+    config = model_config(read_config(folder), folder / "config.json")
+    spec = ModelSpec(config, head=manifest.get("head", "lm"))
     names = {stored_name(name): name for name in trainable_names(spec)}
     key = "parameters_content_id"
     return _loaded(folder / WEIGHTS_FILE, spec, names, manifest, key, dtype, shardings)
@@ -177,7 +179,7 @@ def _described_weights(spec: ModelSpec, tensors: Mapping[str, dict]) -> dict:
         "format": FORMAT,
         "content_id": id_of_blocks(tensors),
         "dtype": spec.dtype,
-        "model": spec.config.to_hf(),
+        "model": write_model_config(spec.config),
         "lora": _lora_record(spec),
         "tensors": tensors,
     }
@@ -265,7 +267,7 @@ def check_identity(
 
 
 def _check_model(path: Path, manifest: dict, spec: ModelSpec) -> None:
-    for part, wanted in (("model", spec.config.to_hf()), ("lora", _lora_record(spec))):
+    for part, wanted in (("model", write_model_config(spec.config)), ("lora", _lora_record(spec))):
         found = manifest.get(part)
         if found == wanted:
             continue

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from rl.cli import main
+from rl.models.config_file import write_model_config
 from rl.errors import MeshdialError
 from rl.plan.measured import measured_run
 from rl.plan.source import model_sizes
@@ -24,7 +25,7 @@ ADDITION = ROOT / "configs" / "addition.yaml"
 
 def saved(folder, config, name="config.json"):
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / name).write_text(json.dumps(config.to_hf()))
+    (folder / name).write_text(json.dumps(write_model_config(config)))
     return str(folder / name)
 
 

@@ -22,6 +22,7 @@ from rl.artifacts import (
     write_json,
 )
 from rl.errors import MeshdialError
+from rl.models.config_file import write_model_config
 from rl.models.families import is_transposed, read_model, stored_name, write_model
 from rl.models.safetensors_file import read_safetensors, write_safetensors
 from rl.models.sources import open_model
@@ -370,7 +371,7 @@ def test_a_model_that_is_not_right_is_refused(model):
     assert refused_model().startswith("FOLDER/model.safetensors is cut short: tensor model.norm")
     file.unlink()
     assert refused_model() == "FOLDER/model.safetensors is missing"
-    config = CONFIG.to_hf() | {"num_hidden_layers": 3}
+    config = write_model_config(CONFIG) | {"num_hidden_layers": 3}
     (folder / "config.json").write_text(json.dumps(config))
     assert refused_model() == (
         "FOLDER/manifest.json: model.layers.2.input_layernorm.weight has shape None, expected [16]"

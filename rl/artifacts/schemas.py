@@ -82,6 +82,7 @@ SCHEMAS: dict[str, pa.Schema] = {
         *_ROLLOUT_COLUMNS,
         ("reward", pa.float64()),
         ("is_correct", pa.bool_()),
+        ("is_sampled", pa.bool_()),  # one of those for pass@k; accuracy is of the others
         ("scored_ok", pa.bool_()),
         nullable=("sampling_logprobs", "reward"),
     ),

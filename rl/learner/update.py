@@ -213,7 +213,9 @@ def _refuse_not_finite(batch: UpdateBatch, names: tuple[str, ...]) -> None:
     for name in names:
         values_PGT = getattr(batch, f"{name}_PGT")
         if values_PGT is not None and not np.all(np.isfinite(values_PGT[mask_PGT])):
-            said = name.replace("_logprobs", " log-probabilities").replace("off_policy_", "off-policy ")
+            said = name.replace("_logprobs", " log-probabilities").replace(
+                "off_policy_", "off-policy "
+            )
             raise MeshdialError(
                 f"the {said} of the batch are not finite on tokens that are trained on"
             )

@@ -38,15 +38,19 @@ def read_template(folder: Path, tokenizer_config: dict) -> str | None:
 
 
 def render(
-    template: str, messages: Sequence[dict], named_tokens: dict[str, str], folder: str
+    template: str,
+    messages: Sequence[dict],
+    named_tokens: dict[str, str],
+    folder: str,
+    is_open: bool = True,
 ) -> str:
-    """The chat as text, with the assistant's turn opened."""
+    """The chat as text, with the assistant's turn opened where `is_open`."""
     try:
         return _compile(template).render(
             messages=list(messages),
             tools=None,
             documents=None,
-            add_generation_prompt=True,
+            add_generation_prompt=is_open,
             **named_tokens,
         )
     except (jinja2.TemplateError, TypeError, KeyError, ValueError, AttributeError) as error:

@@ -12,9 +12,15 @@ from pathlib import Path
 import numpy as np
 
 from rl.errors import MeshdialError
+from rl.models.config_file import (
+    CLASSIFIER,
+    head_of,
+    read_model_config,
+    write_model_config,
+)
 from rl.models.json_file import read_json_object, to_json
 from rl.models.safetensors_file import DTYPES, LazyTensor, read_safetensors, write_safetensors
-from rl.models.spec import ModelConfig, ModelSpec
+from rl.models.spec import Head, ModelConfig, ModelSpec
 from rl.models.tokenizer import TOKENIZER_FILES
 from rl.models.transformer import parameter_shapes
 
@@ -60,17 +66,34 @@ def transposed(tensor) -> np.ndarray | LazyTensor:
     return LazyTensor(shape, dtype, lambda: np.asarray(tensor).T)
 
 
-def read_model(folder: Path | str) -> tuple[ModelConfig, dict[str, np.ndarray]]:
+def read_model(folder: Path | str, head: Head = "lm") -> tuple[ModelConfig, dict[str, np.ndarray]]:
     """(config, parameters by our names) of a Hugging Face folder, one file or sharded.
+
+    `head` value: of a sequence-classification model with one label, whose score is the value.
 
     Parameters are read-only views of memory maps in the checkpoint's own dtype. Raises
     MeshdialError for a folder without config.json or safetensors, an architecture that is not
     implemented, and a tensor that is missing, misshapen or unknown.
     """
     folder = Path(folder)
-    config = model_config(read_config(folder), folder / "config.json")
+    values = read_config(folder)
+    config = model_config(values, folder / "config.json")
+    _check_head(folder, values, head)
     tensors = _read_tensors(folder)
-    return config, named_parameters(config, tensors, folder)
+    return config, named_parameters(config, tensors, folder, head)
+
+
+def _check_head(folder: Path, values: dict, wanted: Head) -> None:
+    try:
+        found = head_of(values)
+    except MeshdialError as error:
+        raise MeshdialError(f"{folder / 'config.json'}: {error}") from error
+    if found != wanted:
+        kinds = {"lm": "a language model (ForCausalLM)", "value": f"a classifier ({CLASSIFIER})"}
+        raise MeshdialError(
+            f"{folder} holds {kinds[found]} by the architectures of its config.json, expected "
+            f"{kinds[wanted]}"
+        )
 
 
 def read_config(folder: Path) -> dict:
@@ -83,7 +106,7 @@ def read_config(folder: Path) -> dict:
 def model_config(values: dict, path: Path) -> ModelConfig:
     """The config in our words; an unsupported one is refused with its file named."""
     try:
-        return ModelConfig.from_hf(values)
+        return read_model_config(values)
     except MeshdialError as error:
         raise MeshdialError(f"{path}: {error}") from error
 
@@ -114,11 +137,14 @@ def _read_shard(folder: Path, index: Path, name: str) -> dict[str, np.ndarray]:
 
 
 def named_parameters(
-    config: ModelConfig, tensors: Mapping[str, np.ndarray | LazyTensor], where: Path
+    config: ModelConfig,
+    tensors: Mapping[str, np.ndarray | LazyTensor],
+    where: Path,
+    head: Head = "lm",
 ) -> dict[str, np.ndarray | LazyTensor]:
     """Checkpoint tensors under our names, all of them there, each of the shape it must have."""
     parameters = {}
-    for name, shape in parameter_shapes(ModelSpec(config)).items():
+    for name, shape in parameter_shapes(ModelSpec(config, head=head)).items():
         stored = hf_name(name)
         if stored not in tensors:
             raise MeshdialError(f"{where}: tensor {stored} is missing")
@@ -159,6 +185,7 @@ def write_model(
     tokenizer_files: Mapping[str, bytes],
     dtype: str = "float32",
     token_ids: Mapping[str, int | list[int] | None] | None = None,
+    head: Head = "lm",
 ) -> None:
     """Writes a folder that transformers loads too: config, weights cast to `dtype`, tokenizer.
 
@@ -166,7 +193,7 @@ def write_model(
     time. `token_ids` (bos_token_id, ...) go to config.json, and to generation_config.json where
     `tokenizer_files` has none. The same input gives the same bytes.
     """
-    write_model_files(folder, config, tokenizer_files, dtype, token_ids)
+    write_model_files(folder, config, tokenizer_files, dtype, token_ids, head)
     stored = {
         hf_name(name): transposed(tensor) if is_transposed(name) else tensor
         for name, tensor in parameters.items()
@@ -180,13 +207,16 @@ def write_model_files(
     tokenizer_files: Mapping[str, bytes],
     dtype: str = "float32",
     token_ids: Mapping[str, int | list[int] | None] | None = None,
+    head: Head = "lm",
 ) -> None:
     """Writes what `write_model` does but the weights."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     known_ids = {key: value for key, value in (token_ids or {}).items() if value is not None}
     files = {"generation_config.json": to_json(known_ids), **tokenizer_files}
-    files["config.json"] = to_json({**config.to_hf(), **known_ids, "torch_dtype": dtype})
+    files["config.json"] = to_json(
+        {**write_model_config(config, head), **known_ids, "torch_dtype": dtype}
+    )
     for name, content in files.items():
         (folder / name).write_bytes(content)
 

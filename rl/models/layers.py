@@ -1,4 +1,4 @@
-"""The network: a Llama-family decoder as Flax NNX modules over packed tokens.
+"""The network: a decoder of the Llama kind as Flax NNX modules over packed tokens.
 
 Every layer sees a flat list of tokens, N of them, whatever they are (prompt tokens, completion
 tokens, one token a row); only attention knows how they belong together, and that is a function
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from rl.models.attention import Attend
-from rl.models.spec import AttentionKind, LoraConfig, ModelConfig, ModelSpec
+from rl.models.spec import AttentionKind, LoraConfig, ModelSpec
 
 Rope = tuple[jax.Array, jax.Array]
 
@@ -38,12 +38,16 @@ class Linear(nnx.Module):
 class RMSNorm(nnx.Module):
     """Root-mean-square layer norm (Zhang & Sennrich 2019), in float32."""
 
-    def __init__(self, size: int, epsilon: float, dtype: str):
-        self.scale = nnx.Param(jnp.ones(size, dtype))
-        self.epsilon = epsilon
+    def __init__(self, size: int, spec: ModelSpec):
+        self.scale = nnx.Param(jnp.ones(size, spec.dtype))
+        self.epsilon = spec.config.rms_norm_eps
+        self.is_offset = spec.config.is_norm_offset
 
     def __call__(self, x_ND: jax.Array) -> jax.Array:
-        return _norm(self.epsilon, x_ND, self.scale[...])
+        if not self.is_offset:
+            return _norm(self.epsilon, x_ND, self.scale[...])
+        scale_D = 1.0 + self.scale[...].astype(jnp.float32)
+        return _norm(self.epsilon, x_ND, scale_D).astype(x_ND.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -91,19 +95,30 @@ class Attention(nnx.Module):
         num_query = config.num_attention_heads * config.head_dim
         num_kv = config.num_key_value_heads * config.head_dim
         bias = config.attention_bias
+        # Attention itself divides by the root of the head size.
+        scalar = config.query_pre_attn_scalar
+        self.query_scale = None if scalar is None else (config.head_dim / scalar) ** 0.5
         self.q_proj = _projection(spec, "q_proj", config.hidden_size, num_query, bias)
         self.k_proj = _projection(spec, "k_proj", config.hidden_size, num_kv, bias)
         self.v_proj = _projection(spec, "v_proj", config.hidden_size, num_kv, bias)
-        self.o_proj = _projection(spec, "o_proj", num_query, config.hidden_size, bias)
+        has_output_bias = bias and config.has_output_bias
+        self.o_proj = _projection(spec, "o_proj", num_query, config.hidden_size, has_output_bias)
+        self.q_norm = RMSNorm(config.head_dim, spec) if config.has_qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, spec) if config.has_qk_norm else None
 
     def __call__(self, x_ND: jax.Array, rope: Rope, attend: Attend, cache: Any, num_context: int):
-        query_NHC = rotate(self._heads(self.q_proj(x_ND[num_context:])), _after(num_context, rope))
-        key_NKC = rotate(self._heads(self.k_proj(x_ND)), rope)
+        query_NHC = self._heads(self.q_proj(x_ND[num_context:]), self.q_norm)
+        query_NHC = rotate(query_NHC, _after(num_context, rope))
+        if self.query_scale is not None:
+            query_NHC = query_NHC * self.query_scale
+        key_NKC = rotate(self._heads(self.k_proj(x_ND), self.k_norm), rope)
         value_NKC = self._heads(self.v_proj(x_ND))
         output_NHC, cache = attend(query_NHC, key_NKC, value_NKC, cache, self.kind)
         return self.o_proj(output_NHC.reshape(output_NHC.shape[0], -1)), cache
 
-    def _heads(self, x_ND: jax.Array) -> jax.Array:
+    def _heads(self, x_ND: jax.Array, norm: RMSNorm | None = None) -> jax.Array:
+        if norm is not None:
+            x_ND = norm(x_ND.reshape(-1, self.head_dim)).reshape(x_ND.shape)
         return x_ND.reshape(x_ND.shape[0], -1, self.head_dim)
 
 
@@ -124,7 +139,7 @@ gated.defvjp(lambda gate, up: (gated(gate, up), (gate, up)), _gated_backward)
 
 
 class MLP(nnx.Module):
-    """SwiGLU feed-forward (Shazeer 2020)."""
+    """SwiGLU feed-forward, or GeGLU (Shazeer 2020)."""
 
     def __init__(self, spec: ModelSpec):
         config = spec.config
@@ -132,17 +147,31 @@ class MLP(nnx.Module):
         self.gate_proj = _projection(spec, "gate_proj", *sizes)
         self.up_proj = _projection(spec, "up_proj", *sizes)
         self.down_proj = _projection(spec, "down_proj", sizes[1], sizes[0], sizes[2])
+        self.is_silu = config.hidden_act == "silu"
 
     def __call__(self, x_ND: jax.Array) -> jax.Array:
-        return self.down_proj(gated(self.gate_proj(x_ND), self.up_proj(x_ND)))
+        gate, up = self.gate_proj(x_ND), self.up_proj(x_ND)
+        if self.is_silu:
+            return self.down_proj(gated(gate, up))
+        return self.down_proj(jax.nn.gelu(gate, approximate=True) * up)
 
 
 class Block(nnx.Module):
+    """Attention and feed-forward, each of a normalised input, added to what came in.
+
+    The norm in front of the feed-forward is called post_attention_layernorm in checkpoints, and
+    pre_feedforward_layernorm where what attention adds has one of its own under that name.
+    """
+
     def __init__(self, spec: ModelSpec, layer: int):
         config = spec.config
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, spec.dtype)
+        self.input_layernorm = RMSNorm(config.hidden_size, spec)
         self.self_attn = Attention(spec, config.attention_kind(layer))
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, spec.dtype)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, spec)
+        self.has_post_norms = config.has_post_norms
+        if self.has_post_norms:
+            self.pre_feedforward_layernorm = RMSNorm(config.hidden_size, spec)
+            self.post_feedforward_layernorm = RMSNorm(config.hidden_size, spec)
         self.mlp = MLP(spec)
 
     def __call__(
@@ -151,6 +180,10 @@ class Block(nnx.Module):
         """Of the first `num_context` tokens only keys and values are computed, no output."""
         normed_ND = self.input_layernorm(x_ND)
         attended_ND, cache = self.self_attn(normed_ND, rope, attend, cache, num_context)
+        if self.has_post_norms:
+            x_ND = x_ND[num_context:] + self.post_attention_layernorm(attended_ND)
+            fed_ND = self.mlp(self.pre_feedforward_layernorm(x_ND))
+            return x_ND + self.post_feedforward_layernorm(fed_ND), cache
         x_ND = x_ND[num_context:] + attended_ND
         return x_ND + self.mlp(self.post_attention_layernorm(x_ND)), cache
 
@@ -161,7 +194,7 @@ class Transformer(nnx.Module):
         self.config = config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, spec.dtype)
         self.layers = nnx.List([Block(spec, layer) for layer in range(config.num_hidden_layers)])
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, spec.dtype)
+        self.norm = RMSNorm(config.hidden_size, spec)
         if spec.head == "value":
             self.score = Linear(config.hidden_size, 1, False, None, spec.dtype)
         elif not config.tie_word_embeddings:
@@ -181,13 +214,18 @@ class Transformer(nnx.Module):
         The first `num_context` tokens are there to be attended to: none of N. `is_rematerialised`:
         each layer keeps its input alone for the backward pass, which computes the rest once more.
         """
+        config = self.config
         x_ND = self.embed_tokens(tokens_N)
-        rope = rotary_angles(self.config, positions_N)
+        if config.is_embedding_scaled:
+            x_ND = x_ND * jnp.asarray(config.hidden_size**0.5, x_ND.dtype)
+        bases = [config.rope_base(layer) for layer in range(len(self.layers))]
+        ropes = {base: rotary_angles(config.head_dim, base, positions_N) for base in set(bases)}
         new_caches = []
-        for number, (block, cache) in enumerate(zip(self.layers, caches, strict=True), start=1):
-            is_last = number == len(self.layers)
+        for layer, (block, cache) in enumerate(zip(self.layers, caches, strict=True)):
+            is_last = layer == len(self.layers) - 1
             run = functools.partial(_run_block, block, attend, num_context if is_last else 0)
-            x_ND, cache = (jax.checkpoint(run) if is_rematerialised else run)(x_ND, rope, cache)
+            run = jax.checkpoint(run) if is_rematerialised else run
+            x_ND, cache = run(x_ND, ropes[bases[layer]], cache)
             new_caches.append(cache)
         return self.norm(x_ND), new_caches
 
@@ -203,10 +241,17 @@ class Transformer(nnx.Module):
 
     def logits(self, hidden_ND: jax.Array) -> jax.Array:
         """Float32 logits_NV of normalised hidden states."""
-        if not self.config.tie_word_embeddings:
-            return self.lm_head(hidden_ND).astype(jnp.float32)
-        embedding_VD = self.embed_tokens.embedding[...]
-        return jnp.einsum("nd,vd->nv", hidden_ND, embedding_VD).astype(jnp.float32)
+        if self.config.tie_word_embeddings:
+            embedding_VD = self.embed_tokens.embedding[...]
+            logits_NV = jnp.einsum("nd,vd->nv", hidden_ND, embedding_VD).astype(jnp.float32)
+        else:
+            logits_NV = self.lm_head(hidden_ND).astype(jnp.float32)
+        return capped(logits_NV, self.config.final_logit_softcapping)
+
+
+def capped(logits: jax.Array, soft_cap: float | None) -> jax.Array:
+    """soft_cap * tanh(logits / soft_cap); the logits themselves without one."""
+    return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
 
 
 def _run_block(block: Block, attend: Attend, num_context: int, x_ND, rope: Rope, cache):
@@ -223,10 +268,10 @@ def _projection(spec: ModelSpec, name: str, num_in: int, num_out: int, bias: boo
     return Linear(num_in, num_out, bias, lora, spec.dtype)
 
 
-def rotary_angles(config: ModelConfig, positions_N: jax.Array) -> Rope:
+def rotary_angles(head_dim: int, base: float, positions_N: jax.Array) -> Rope:
     """Cosine and sine, each [N, C/2], of rotary position embedding (Su et al. 2021, eq. 34)."""
-    exponents = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
-    frequencies = 1.0 / config.rope_theta**exponents
+    exponents = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
+    frequencies = 1.0 / base**exponents
     angles = positions_N.astype(jnp.float32)[:, None] * frequencies[None, :]
     return jnp.cos(angles), jnp.sin(angles)
 

@@ -48,6 +48,7 @@ def completion_logprobs(
     scores = token_scores(
         width_axis,
         is_entropy_fixed,
+        spec.config.final_logit_softcapping,
         hidden_PBTD.reshape(-1, hidden_PBTD.shape[-1]),
         kernel,
         packed.targets_PBT.reshape(-1),

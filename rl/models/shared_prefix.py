@@ -20,3 +20,9 @@ def num_shared_tokens(prompts: Sequence[Sequence[int]]) -> int:
     is_same_T = (heads == heads[:1]).all(axis=0)
     num_same = most if is_same_T.all() else int(is_same_T.argmin())
     return num_same // PREFIX_MULTIPLE * PREFIX_MULTIPLE
+
+
+def common_length(sequences: Sequence[Sequence[int]]) -> int:
+    """How many first tokens are the same in all sequences, up to the whole of the shortest."""
+    columns = enumerate(zip(*sequences, strict=False))
+    return next((n for n, tokens in columns if len(set(tokens)) > 1), min(map(len, sequences)))

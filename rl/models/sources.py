@@ -31,7 +31,7 @@ from rl.models.gguf_file import read_gguf
 from rl.models.packages import package_model
 from rl.models.safetensors_file import LazyTensor
 from rl.models.scratch import scratch_model
-from rl.models.spec import ModelConfig
+from rl.models.spec import Head, ModelConfig
 from rl.models.tokenizer import check_tokenizer
 
 PACKAGE_PREFIX = "pypi:"
@@ -74,11 +74,13 @@ def prepare_model(
     architecture: Mapping[str, object] | None = None,
     seed: int = 0,
     dtype: str = "float32",
+    head: Head = "lm",
 ) -> dict[str, object]:
     """Writes the model of `source` into `destination_dir` as a Hugging Face folder.
 
     `architecture` and `seed` belong to the source "scratch" (see rl.models.scratch). `dtype` is
-    that of the written weights: float32, bfloat16 or float16. Returns {name, num_parameters,
+    that of the written weights: float32, bfloat16 or float16; `head` value asks for a
+    sequence-classification model with one label, in a folder. Returns {name, num_parameters,
     dtype, source}. Raises MeshdialError for whatever cannot be used.
     """
     weight_dtype(dtype)
@@ -88,7 +90,7 @@ def prepare_model(
     if architecture is not None:
         model = OpenedModel(SCRATCH, *scratch_model(architecture, seed))
     else:
-        model = open_model(source)
+        model = open_model(source, head)
     check_tokenizer(model.tokenizer_files, model.config.vocab_size, source)
     write_model(
         destination_dir,
@@ -97,19 +99,24 @@ def prepare_model(
         model.tokenizer_files,
         dtype,
         model.token_ids,
+        head,
     )
     num_parameters = sum(math.prod(tensor.shape) for tensor in model.parameters.values())
     return {"name": model.name, "num_parameters": num_parameters, "dtype": dtype, "source": source}
 
 
-def open_model(source: str) -> OpenedModel:
-    """Opens any source but "scratch"."""
+def open_model(source: str, head: Head = "lm") -> OpenedModel:
+    """Opens any source but "scratch"; a model with a value head is in a folder of its own."""
     path = resolve_source(source)
+    if head == "value" and not (path / "config.json").is_file():
+        raise MeshdialError(
+            f"model source {source!r}: expected the folder of a sequence-classification model"
+        )
     if path.suffix == ".gguf":
         return OpenedModel(path.stem, *read_gguf(path))
     if (path / "adapter_config.json").is_file():
         return _open_adapter(path)
-    config, parameters = read_model(path)
+    config, parameters = read_model(path, head)
     values = read_config(path)
     token_ids = {key: values.get(key) for key in TOKEN_ID_KEYS}
     files = read_tokenizer_files(path)

@@ -1,8 +1,7 @@
 """What a model is: its sizes, its adapter and its dtype, as hashable records."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 
@@ -16,17 +15,6 @@ Head = Literal["lm", "value"]
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
-# LlamaConfig's own defaults: a config.json may leave these keys out.
-_OPTIONAL = {
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "max_position_embeddings": 2048,
-}
-# model_type -> the sliding window of a config.json that names none.
-_FAMILIES = {"llama": None, "mistral": 4096}
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -47,10 +35,15 @@ class AttentionKind:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The sizes of a Llama-family decoder, named as in Hugging Face's config.json.
+    """The sizes of a decoder and what its family does, named as in Hugging Face's config.json.
 
-    `sliding_window` holds for the layers whose `layer_types` say sliding_attention, or for all.
-    Checkpoints are read of Llama and Mistral, whose layers are all alike and cap no scores.
+    `sliding_window` holds for the layers whose `layer_types` say sliding_attention, or for all;
+    `rope_local_base_freq` is the base of their rotary positions, where it is another one.
+    has_output_bias: whether the bias of attention is on its output projection too.
+    has_qk_norm: queries and keys are normalised, each head by itself.
+    has_post_norms: what attention and feed-forward add is normalised as well.
+    is_norm_offset: norms multiply by 1 + their scale.
+    is_embedding_scaled: embeddings are multiplied by the root of the width.
     """
 
     vocab_size: int
@@ -69,6 +62,16 @@ class ModelConfig:
     sliding_window: int | None = None
     layer_types: tuple[str, ...] | None = None
     attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+    query_pre_attn_scalar: float | None = None
+    rope_local_base_freq: float | None = None
+    hidden_act: str = "silu"
+    has_output_bias: bool = True
+    has_qk_norm: bool = False
+    has_post_norms: bool = False
+    is_norm_offset: bool = False
+    is_embedding_scaled: bool = False
+    family: str = "llama"
 
     def __post_init__(self):
         for name in (*_SIZES, "num_key_value_heads", "head_dim"):
@@ -89,65 +92,18 @@ class ModelConfig:
                 f"model config: sliding_window is {self.sliding_window}, expected at least 1"
             )
 
+    def is_sliding(self, layer: int) -> bool:
+        """Whether a layer has the sliding window, if there is one."""
+        return self.layer_types is None or self.layer_types[layer] == "sliding_attention"
+
     def attention_kind(self, layer: int) -> AttentionKind:
-        is_sliding = self.layer_types is None or self.layer_types[layer] == "sliding_attention"
-        window = self.sliding_window if is_sliding else None
+        window = self.sliding_window if self.is_sliding(layer) else None
         return AttentionKind(window, self.attn_logit_softcapping)
 
-    @classmethod
-    def from_hf(cls, values: Mapping[str, Any]) -> "ModelConfig":
-        """Read a config.json; raises MeshdialError for what this transformer does not compute."""
-        _refuse_unknown(values)
-        rope = values.get("rope_parameters") or {}
-        sizes = {name: values.get(name) for name in _SIZES}
-        heads = sizes["num_attention_heads"]
-        options = {name: values.get(name, rope.get(name, _OPTIONAL[name])) for name in _OPTIONAL}
-        family = values.get("model_type", "llama")
-        window = values.get("sliding_window", _FAMILIES[family]) if family == "mistral" else None
-        return cls(
-            **sizes,
-            **options,
-            sliding_window=window,
-            num_key_value_heads=values.get("num_key_value_heads") or heads,
-            head_dim=values.get("head_dim") or _default_head_dim(sizes["hidden_size"], heads),
-        )
-
-    def to_hf(self) -> dict[str, Any]:
-        """The config.json of this model, readable by transformers: a Llama's, or, where there is a
-        sliding window, a Mistral's."""
-        family = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
-        if self.sliding_window is not None:
-            family = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
-            family["sliding_window"] = self.sliding_window
-        return {
-            **family,
-            "hidden_act": "silu",
-            **{name: getattr(self, name) for name in (*_SIZES, *_OPTIONAL)},
-            "num_key_value_heads": self.num_key_value_heads,
-            "head_dim": self.head_dim,
-        }
-
-
-def _default_head_dim(hidden_size: Any, num_heads: Any) -> int | None:
-    """What config.json means by leaving head_dim out; None where it cannot be told."""
-    is_known = isinstance(hidden_size, int) and isinstance(num_heads, int) and num_heads > 0
-    return hidden_size // num_heads if is_known else None
-
-
-def _refuse_unknown(values: Mapping[str, Any]) -> None:
-    """Raise MeshdialError, naming the key, for a model that is no plain Llama."""
-    family = values.get("model_type", "llama")
-    if family not in _FAMILIES:
-        known = " and ".join(map(repr, _FAMILIES))
-        raise MeshdialError(f"model config: model_type is {family!r}, supported are {known}")
-    activation = values.get("hidden_act", "silu")
-    if activation != "silu":
-        raise MeshdialError(f"model config: hidden_act is {activation!r}, supported is 'silu'")
-    for key in ("rope_scaling", "rope_parameters"):
-        rope = values.get(key) or {}
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind != "default":
-            raise MeshdialError(f"model config: {key} is of type {kind!r}, supported is 'default'")
+    def rope_base(self, layer: int) -> float:
+        """The base of a layer's rotary positions."""
+        local = self.rope_local_base_freq
+        return local if local is not None and self.is_sliding(layer) else self.rope_theta
 
 
 @dataclass(frozen=True)

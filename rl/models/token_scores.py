@@ -10,28 +10,31 @@ MAX_LOGITS = 2**26
 gradient."""
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def token_scores(
     width_axis: int,
     is_entropy_fixed: bool,
+    soft_cap: float | None,
     hidden_ND: jax.Array,
     kernel: jax.Array,
     targets_N: jax.Array,
     temperature: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """(logprob_N, entropy_N), float32, of softmax(hidden @ kernel / temperature).
+    """(logprob_N, entropy_N), float32, of softmax(logits / temperature), logits = hidden @ kernel.
 
     kernel: an output head [D, V], `width_axis` 0, or an embedding [V, D], `width_axis` 1.
+    `soft_cap` c: logits are c * tanh(hidden @ kernel / c).
     `is_entropy_fixed`: the entropy counts as a constant for differentiation, and so does the
     temperature always.
     """
-    return _forward(width_axis, is_entropy_fixed, hidden_ND, kernel, targets_N, temperature)[0]
+    head = width_axis, is_entropy_fixed, soft_cap
+    return _forward(*head, hidden_ND, kernel, targets_N, temperature)[0]
 
 
-def _forward(width_axis, is_entropy_fixed, hidden_ND, kernel, targets_N, temperature):
+def _forward(width_axis, is_entropy_fixed, soft_cap, hidden_ND, kernel, targets_N, temperature):
     def score(chunk):
         hidden, targets = chunk
-        logits = _logits(width_axis, hidden, kernel, temperature)
+        logits = _logits(width_axis, soft_cap, hidden, kernel, temperature)
         normaliser, mean = _normaliser_and_mean(logits)
         target = jnp.take_along_axis(logits, targets[:, None], axis=1)[:, 0]
         return (target - normaliser, normaliser - mean, normaliser, mean), logits
@@ -49,13 +52,13 @@ def _forward(width_axis, is_entropy_fixed, hidden_ND, kernel, targets_N, tempera
     return (logprobs_N, entropy_N), saved
 
 
-def _backward(width_axis, is_entropy_fixed, saved, gradients):
+def _backward(width_axis, is_entropy_fixed, soft_cap, saved, gradients):
     hidden_ND, kernel, targets_N, temperature, normaliser_N, mean_N, logits_NV = saved
     N, V = hidden_ND.shape[0], kernel.shape[1 - width_axis]
 
     def pull(hidden, targets, normaliser, mean, of_logprob, of_entropy, logits=None):
         if logits is None:
-            logits = _logits(width_axis, hidden, kernel, temperature)
+            logits = _logits(width_axis, soft_cap, hidden, kernel, temperature)
         probabilities = jnp.exp(logits - normaliser[:, None])
         # d logprob / d logit = [is target] - p; d entropy / d logit = -p (logit - mean logit).
         factor = of_logprob[:, None]
@@ -63,7 +66,10 @@ def _backward(width_axis, is_entropy_fixed, saved, gradients):
             factor = factor + of_entropy[:, None] * (logits - mean[:, None])
         is_target = jnp.arange(V)[None, :] == targets[:, None]
         of_logits = jnp.where(is_target, of_logprob[:, None], 0.0) - probabilities * factor
-        of_logits = (of_logits / temperature).astype(hidden.dtype)
+        of_logits = of_logits / temperature
+        if soft_cap is not None:  # d tanh(x) / dx = 1 - tanh(x)^2
+            of_logits = of_logits * (1.0 - jnp.square(logits * temperature / soft_cap))
+        of_logits = of_logits.astype(hidden.dtype)
         of_hidden = _dot(of_logits, kernel, 1, 1 - width_axis)
         pair = (hidden, of_logits) if width_axis == 0 else (of_logits, hidden)
         return of_hidden.astype(hidden.dtype), _dot(*pair, 0, 0)
@@ -87,8 +93,11 @@ def _backward(width_axis, is_entropy_fixed, saved, gradients):
 token_scores.defvjp(_forward, _backward)
 
 
-def _logits(width_axis, hidden, kernel, temperature):
-    return _dot(hidden, kernel, 1, width_axis) / temperature
+def _logits(width_axis, soft_cap, hidden, kernel, temperature):
+    logits = _dot(hidden, kernel, 1, width_axis)
+    if soft_cap is not None:
+        logits = soft_cap * jnp.tanh(logits / soft_cap)
+    return logits / temperature
 
 
 def _normaliser_and_mean(logits_NV):

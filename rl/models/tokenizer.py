@@ -88,14 +88,15 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
 
-    def render_chat(self, messages: Sequence[dict]) -> str:
-        """The text of a chat, [{"role": ..., "content": ...}], up to the assistant's turn."""
+    def render_chat(self, messages: Sequence[dict], is_open: bool = True) -> str:
+        """The text of a chat, [{"role": ..., "content": ...}], up to the assistant's turn; a chat
+        that is not open ends with its last message."""
         if self.template is None:
             raise MeshdialError(
                 f"{self.folder} has no chat template (chat_template in tokenizer_config.json, or"
                 " chat_template.jinja), so its prompts must be plain text"
             )
-        return render(self.template, messages, self.named_tokens, self.folder)
+        return render(self.template, messages, self.named_tokens, self.folder, is_open)
 
     @cached_property
     def num_ids(self) -> int:

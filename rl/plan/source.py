@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rl.errors import MeshdialError
+from rl.models.config_file import read_model_config
 from rl.models.json_file import read_json_object
 from rl.models.scratch import scratch_config
 from rl.models.sources import PACKAGE_PREFIX, SCRATCH, open_model
@@ -54,7 +55,7 @@ def _of_path(path: Path, key: str) -> ModelConfig:
 
 def _of_file(path: Path) -> ModelConfig:
     try:
-        return ModelConfig.from_hf(read_json_object(path))
+        return read_model_config(read_json_object(path))
     except MeshdialError as error:
         sentence = str(error)
         raise MeshdialError(

@@ -3,11 +3,15 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from rl.artifacts import SCHEMAS, table_provenance
 from rl.errors import MeshdialError
+
+FINISH_REASONS = ("stop", "length", "timeout")
 
 
 def read_columns(
@@ -41,3 +45,17 @@ def _check_column(path: Path, kind: str, schema: pa.Schema, name: str) -> None:
         raise MeshdialError(
             f"{path}: column {name} is {schema.field(name).type}, expected {wanted}"
         )
+
+
+def token_counts(masks: pa.ChunkedArray) -> np.ndarray:
+    """Tokens per completion. A mask has one bit for each token, so it is the cheapest to read."""
+    return pc.list_value_length(masks).to_numpy()
+
+
+def finish_fractions(reasons: pa.ChunkedArray) -> dict[str, float]:
+    counts = {c["values"]: c["counts"] for c in pc.value_counts(reasons).to_pylist()}
+    return {f"finish_{r}_fraction": counts.get(r, 0) / len(reasons) for r in FINISH_REASONS}
+
+
+def floats(column: pa.ChunkedArray) -> np.ndarray:
+    return column.to_numpy().astype(np.float64)

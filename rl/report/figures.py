@@ -1,5 +1,6 @@
 """The figures of one run, drawn from its metrics table."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,7 +97,13 @@ def _draw_accuracy(panel: Axes, metrics: pa.Table) -> None:
     if len(iterations) <= MAX_MARKERS:
         margins = np.maximum([accuracy - low, high - accuracy], 0.0)
         panel.errorbar(iterations, accuracy, margins, fmt="none", ecolor=COLORS[0], elinewidth=1)
-    draw_line(panel, iterations, accuracy, 0)
+    draw_line(panel, iterations, accuracy, 0, label="accuracy")
+    names = {n for n in metrics["name"].to_pylist() if re.fullmatch(r"pass_at_\d+", n)}
+    for index, name in enumerate(sorted(names, key=lambda name: int(name[8:])), start=2):
+        look = {"label": f"pass@{name[8:]}", "linestyle": LINE_STYLES[index % len(LINE_STYLES)]}
+        draw_line(panel, *series(metrics, "evaluate_policy", name), index, **look)
+    if names:
+        panel.legend()
     percent_axis(panel)
     panel.set_ylabel("Accuracy")
 
@@ -131,6 +138,20 @@ def _entropy(metrics: pa.Table) -> Figure:
     panel.set_ylabel("Nats per token")
     if _draw_or_say(panel, metrics, "update_actor", ["entropy"], "No updates yet.", 0):
         start_at_zero(panel)
+    return figure
+
+
+def _critic(metrics: pa.Table) -> Figure:
+    figure, (loss_panel, explained_panel) = new_figure(2)
+    stage, empty = "update_critic", "This run has no critic."
+    loss_panel.set_title("Loss of the critic")
+    loss_panel.set_ylabel("Half the squared\nerror of a value")
+    if _draw_or_say(loss_panel, metrics, stage, ["value_loss"], empty, 0):
+        start_at_zero(loss_panel)
+    explained_panel.set_title("Variance of the returns that its values explain")
+    explained_panel.set_ylabel("Share")
+    _draw_or_say(explained_panel, metrics, stage, ["explained_variance"], empty, 1)
+    figure.align_ylabels()
     return figure
 
 
@@ -234,6 +255,7 @@ FIGURES = {
     "reward_spread": Drawing("Reward spread", _reward_spread),
     "kl": Drawing("KL divergence from the reference", _kl),
     "entropy": Drawing("Policy entropy", _entropy),
+    "critic": Drawing("The critic", _critic),
     "completion_length": Drawing("Completion length", _completion_length),
     "logprob_drift": Drawing("Log-probability drift", _logprob_drift),
     "stage_seconds": Drawing("Seconds by stage", _stage_seconds, source="timings"),

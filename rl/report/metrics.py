@@ -3,7 +3,7 @@
 Each measure reads only the columns that it needs, one iteration at a time.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,18 +12,21 @@ import pyarrow.compute as pc
 
 from rl.artifacts import COMPONENT_PREFIX, SCHEMAS, read_json
 from rl.errors import MeshdialError
-from rl.report.columns import read_columns
-from rl.report.intervals import wilson_interval
+from rl.report.columns import finish_fractions, floats, read_columns, token_counts
+from rl.report.held_out import evaluation_figures, sample_figures
 
 Figures = dict[str, float]
 Row = tuple[int, str, str, float]
 
 
-def collect_metrics(run: str, iterations: Mapping[int, Mapping[str, Path]]) -> pa.Table:
+def collect_metrics(
+    run: str, iterations: Mapping[int, Mapping[str, Path]], pass_at: Sequence[int] = ()
+) -> pa.Table:
     """All figures of a run, by iteration, stage and name; nothing in them depends on the clock.
 
-    `iterations[n]` maps an artifact's name (rollouts, rewards, advantages, update, evaluation) to
-    its file; what an iteration does not have is left out (iteration 0 has its evaluation only).
+    `iterations[n]` maps an artifact's name (rollouts, rewards, advantages, update, critic_update,
+    evaluation) to its file; what an iteration does not have is left out (iteration 0 has its
+    evaluation only). `pass_at` are the k of pass@k, where an evaluation has samples for it.
 
     Raises MeshdialError for an unknown artifact name, or a file that cannot be read.
     """
@@ -34,6 +37,8 @@ def collect_metrics(run: str, iterations: Mapping[int, Mapping[str, Path]]) -> p
         for name, (stage, measure) in MEASURES.items():
             if name in paths:
                 figures = measure(paths)
+                if name == "evaluation":
+                    figures |= sample_figures(paths[name], pass_at)
                 rows += [(iteration, stage, key, float(figures[key])) for key in sorted(figures)]
     return _tidy(run, rows)
 
@@ -98,7 +103,7 @@ def _rollout_figures(paths: Mapping[str, Path]) -> Figures:
     table = read_columns(
         paths["rollouts"], "rollouts", ["completion_mask", "finish_reason", "policy_version"]
     )
-    lengths = _lengths(table["completion_mask"])
+    lengths = token_counts(table["completion_mask"])
     p10, p90 = np.percentile(lengths, [10, 90])
     versions = table["policy_version"].to_numpy()
     return {
@@ -108,7 +113,7 @@ def _rollout_figures(paths: Mapping[str, Path]) -> Figures:
         "completion_length_p10": p10,
         "completion_length_p90": p90,
         "policy_version": versions.max(),
-        **_finish_fractions(table["finish_reason"]),
+        **finish_fractions(table["finish_reason"]),
     }
 
 
@@ -120,8 +125,8 @@ def _reward_figures(paths: Mapping[str, Path]) -> Figures:
         return figures
     for name in table.column_names:
         if name.startswith(COMPONENT_PREFIX):
-            figures[f"{name}_mean"] = _floats(scored[name]).mean()
-    rewards = _floats(scored["reward"])
+            figures[f"{name}_mean"] = floats(scored[name]).mean()
+    rewards = floats(scored["reward"])
     return figures | {
         "reward_mean": rewards.mean(),
         "reward_std": rewards.std(),
@@ -132,20 +137,23 @@ def _reward_figures(paths: Mapping[str, Path]) -> Figures:
 
 def _advantage_figures(paths: Mapping[str, Path]) -> Figures:
     """Spread within groups is what a group-relative advantage learns from."""
-    names = ["group_id", "reward", "is_degenerate"]
+    names = ["group_id", "reward", "shaped_reward", "is_degenerate", "is_used"]
     table = read_columns(paths["advantages"], "advantages", names)
     encoded = pc.dictionary_encode(table["group_id"].combine_chunks())
     group_numbers, num_groups = encoded.indices.to_numpy(), len(encoded.dictionary)
     is_degenerate = np.zeros(num_groups, bool)
     is_degenerate[group_numbers] = table["is_degenerate"].to_numpy()
     is_scored = table["reward"].is_valid().to_numpy()
-    rewards = _floats(table["reward"].drop_null())
+    rewards = floats(table["reward"].drop_null())
     deviations = _group_deviations(rewards, group_numbers[is_scored], num_groups)
     figures = {
         "num_groups": num_groups,
         "num_degenerate_groups": is_degenerate.sum(),
         "degenerate_group_fraction": is_degenerate.mean(),
+        "num_groups_used": len(pc.unique(table["group_id"].filter(table["is_used"]))),
     }
+    if is_scored.any():
+        figures["shaped_reward_mean"] = floats(table["shaped_reward"].drop_null()).mean()
     return figures | ({"group_reward_std_mean": deviations.mean()} if len(deviations) else {})
 
 
@@ -163,50 +171,15 @@ def _update_figures(paths: Mapping[str, Path]) -> Figures:
     return dict(_numbers(read_json(paths["update"])))
 
 
-def _evaluation_figures(paths: Mapping[str, Path]) -> Figures:
-    """Accuracy is over the scored samples; how many were not scored is a figure of its own."""
-    columns = ["completion_mask", "finish_reason", "reward", "is_correct", "scored_ok"]
-    table = read_columns(paths["evaluation"], "evaluation", columns)
-    scored = table.filter(pc.field("scored_ok"))
-    num_scored = scored.num_rows
-    figures = {
-        "num_samples": num_scored,
-        "num_unscored": table.num_rows - num_scored,
-        "completion_length_mean": _lengths(table["completion_mask"]).mean(),
-        **_finish_fractions(table["finish_reason"]),
-    }
-    if num_scored == 0:
-        return figures
-    num_correct = pc.sum(scored["is_correct"]).as_py()
-    low, high = wilson_interval(num_correct, num_scored)
-    return figures | {
-        "num_correct": num_correct,
-        "accuracy": num_correct / num_scored,
-        "accuracy_low": low,
-        "accuracy_high": high,
-        "reward_mean": _floats(scored["reward"]).mean(),
-    }
+def _critic_figures(paths: Mapping[str, Path]) -> Figures:
+    return dict(_numbers(read_json(paths["critic_update"])))
 
 
-def _lengths(masks: pa.ChunkedArray) -> np.ndarray:
-    """Tokens per completion. A mask has one bit for each token, so it is the cheapest to read."""
-    return pc.list_value_length(masks).to_numpy()
-
-
-def _finish_fractions(reasons: pa.ChunkedArray) -> Figures:
-    counts = {c["values"]: c["counts"] for c in pc.value_counts(reasons).to_pylist()}
-    return {f"finish_{r}_fraction": counts.get(r, 0) / len(reasons) for r in FINISH_REASONS}
-
-
-def _floats(column: pa.ChunkedArray) -> np.ndarray:
-    return column.to_numpy().astype(np.float64)
-
-
-FINISH_REASONS = ("stop", "length", "timeout")
 MEASURES = {
     "rollouts": ("generate_rollouts", _rollout_figures),
     "rewards": ("score_rewards", _reward_figures),
     "advantages": ("estimate_advantages", _advantage_figures),
     "update": ("update_actor", _update_figures),
-    "evaluation": ("evaluate_policy", _evaluation_figures),
+    "critic_update": ("update_critic", _critic_figures),
+    "evaluation": ("evaluate_policy", lambda paths: evaluation_figures(paths["evaluation"])),
 }

@@ -1,5 +1,6 @@
 """What a run did, in a few lines for the terminal."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from rl.report.metrics import series
 BARS = "▁▂▃▄▅▆▇█"
 CURVE_WIDTH = 40  # characters
 LABEL_WIDTH = 19
+MOST_TASKS = 12  # that have a line each
 
 
 def summary_lines(
@@ -20,7 +22,8 @@ def summary_lines(
 
     `metrics` and `timings` are tables of `rl.report.metrics`; `curve` is the learning curve's file.
     """
-    lines = [*_accuracy_lines(metrics), *_reward_lines(metrics), *_off_policy_lines(metrics)]
+    lines = [*_accuracy_lines(metrics), *_task_lines(metrics), *_pass_at_lines(metrics)]
+    lines += [*_reward_lines(metrics), *_off_policy_lines(metrics)]
     lines += _time_lines(timings)
     return lines + ([_line("Learning curve", str(curve))] if curve else [])
 
@@ -59,6 +62,41 @@ def _accuracy(metrics: pa.Table, iteration: int) -> str:
     )
     unscored = figures["num_unscored"]
     return text + (f"; {unscored:.0f} more could not be scored)" if unscored else ")")
+
+
+def _task_lines(metrics: pa.Table) -> list[str]:
+    """First and last accuracy of each task, where the held-out prompts are of several."""
+    names = sorted({n for n in metrics["name"].to_pylist() if n.startswith("accuracy:")})
+    lines = []
+    for name in names[:MOST_TASKS]:
+        task = name.removeprefix("accuracy:")
+        iterations, _ = series(metrics, "evaluate_policy", name)
+        ends = dict.fromkeys(int(n) for n in (iterations[0], iterations[-1]))
+        told = [_task_accuracy(metrics, n, task) for n in ends]
+        lines.append(_line(f"  {task}"[: LABEL_WIDTH - 1], " -> ".join(told)))
+    if len(names) > MOST_TASKS:
+        lines.append(_line("", f"and {len(names) - MOST_TASKS} tasks more in the metrics table"))
+    return lines
+
+
+def _task_accuracy(metrics: pa.Table, iteration: int, task: str) -> str:
+    figures = _figures_at(metrics, "evaluate_policy", iteration)
+    names = ("num_correct", "num_samples", "accuracy_low", "accuracy_high")
+    correct, samples, low, high = (figures[f"{name}:{task}"] for name in names)
+    return f"{correct:.0f} of {samples:.0f} ({low:.0%} to {high:.0%})"
+
+
+def _pass_at_lines(metrics: pa.Table) -> list[str]:
+    names = {n for n in metrics["name"].to_pylist() if re.fullmatch(r"pass_at_\d+", n)}
+    lines = []
+    for name in sorted(names, key=lambda name: int(name.rpartition("_")[2])):
+        iterations, values = series(metrics, "evaluate_policy", name)
+        _, low = series(metrics, "evaluate_policy", f"{name}_low")
+        _, high = series(metrics, "evaluate_policy", f"{name}_high")
+        ends = dict.fromkeys((0, len(iterations) - 1))
+        told = " -> ".join(f"{values[n]:.1%} ({low[n]:.1%} to {high[n]:.1%})" for n in ends)
+        lines.append(_line(f"pass@{name.rpartition('_')[2]}", told))
+    return lines
 
 
 def _reward_lines(metrics: pa.Table) -> list[str]:

@@ -18,6 +18,7 @@ from rl.artifacts import (
 from rl.context import Context
 from rl.learner import OptimizerConfig, init_optimizer, pack_supervised, supervised_update
 from rl.memory import memory_of
+from rl.models.config_file import write_model_config
 from rl.models.families import (
     WEIGHTS_FILE,
     model_config,
@@ -80,7 +81,7 @@ def identity_of(folder: Path, tensors: Mapping[str, Mapping]) -> dict:
     files = read_tokenizer_files(folder)
     parts = {
         "parameters_content_id": id_of_blocks(tensors),
-        "config": model_config(read_config(folder), folder / "config.json").to_hf(),
+        "config": write_model_config(model_config(read_config(folder), folder / "config.json")),
         "tokenizer": {name: json_content_id(files[name].decode()) for name in sorted(files)},
     }
     return {

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from rl import group
 from rl.artifacts import Publisher, read_table, write_table
@@ -20,16 +21,26 @@ SEED = 0
 
 
 def evaluate_policy(job: Request, context: Context) -> str:
-    """One completion of every held-out prompt, and whether it earned the full reward."""
+    """One completion of every held-out prompt, and as many samples as the config wants for pass@k,
+    and whether each earned the full reward."""
     config = job.config
     policy = rollout_policy(job, memory_of(context), job.iteration)
     tokenizer = tokenizer_of(memory_of(context), job.input("base"))
     prompts = read_table(job.input("prompts"), "prompts")
     prompts = prompts.slice(0, config["evaluation.max_prompts"])
-    keys = (SEED, job.iteration, list(range(prompts.num_rows)))
-    sampling = evaluation_sampling(config, tokenizer)
-    table = sample_completions(job, context, policy, tokenizer, prompts, keys, 1, sampling)
-    table = _scored(table, config, context)
+    parts = []
+    for is_sampled, size in ((False, 1), (True, config["evaluation.num_samples"])):
+        if size:
+            # A sample has another seed than the first completion: it may be drawn at the same
+            # temperature, and is named after it.
+            keys = (SEED + is_sampled, job.iteration, list(range(prompts.num_rows)))
+            sampling = evaluation_sampling(config, tokenizer, is_sampled)
+            table = sample_completions(
+                job, context, policy, tokenizer, prompts, keys, size, sampling
+            )
+            flags = pa.array([is_sampled] * table.num_rows)
+            parts.append(table.append_column("is_sampled", flags))
+    table = _scored(pa.concat_tables(parts), config, context)
     write_table(
         Publisher(context.check_alive),
         job.outputs["evaluation"],
@@ -41,14 +52,18 @@ def evaluate_policy(job: Request, context: Context) -> str:
             scorer=scorer_hash(config["evaluation.functions"]),
         ),
     )
+    table = table.filter(pc.invert(table["is_sampled"]))
     correct = table["is_correct"].to_pylist().count(True)
     return f"held-out accuracy {correct / table.num_rows:.3f} ({correct} of {table.num_rows})"
 
 
-def evaluation_sampling(config: Mapping, tokenizer: Tokenizer) -> SamplingConfig:
-    """Evaluation has a temperature of its own. Completions end as the run's do, but for its time
+def evaluation_sampling(
+    config: Mapping, tokenizer: Tokenizer, is_sampled: bool = False
+) -> SamplingConfig:
+    """Evaluation has temperatures of its own. Completions end as the run's do, but for its time
     limit, and top-k, top-p and min-p are off."""
-    temperature = float(config["evaluation.temperature"])
+    key = "sample_temperature" if is_sampled else "temperature"
+    temperature = float(config[f"evaluation.{key}"])
     return SamplingConfig(temperature=temperature, **ending(config, tokenizer))
 
 

@@ -15,13 +15,13 @@ from rl.schedule import is_evaluated
 from rl.stage_table import STAGES
 from rl.stages.request import Request
 
-TABLES = ("rollouts", "rewards", "advantages", "update")
+TABLES = ("rollouts", "rewards", "advantages", "update", "critic_update")
 
 
 def report_run(job: Request, context: Context) -> str:
     """Metrics, figures and a summary. Inputs are templates of `{iteration}` (and `{stage}`)."""
     tables = _tables(job)
-    metrics = collect_metrics(job.run, tables)
+    metrics = collect_metrics(job.run, tables, job.config["evaluation.pass_at"])
     timing_files = _timings(job)
     timings = collect_timings(job.run, timing_files)
     sources = {"metrics": metrics, "timings": timings, "spans": collect_spans(timing_files)}
@@ -43,7 +43,8 @@ def _iterations(job: Request) -> range:
 
 def _tables(job: Request) -> dict[int, dict[str, Path]]:
     every, last = job.config["evaluation.every"], job.config["iterations"]
-    tables = {n: {name: _at(job, name, n) for name in TABLES} for n in _iterations(job)}
+    names = [name for name in TABLES if name in job.inputs]
+    tables = {n: {name: _at(job, name, n) for name in names} for n in _iterations(job)}
     for n in _iterations(job):
         if is_evaluated(every, n, last):
             tables[n]["evaluation"] = _at(job, "evaluation", n)

