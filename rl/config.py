@@ -57,18 +57,22 @@ def complete(config: Mapping, name: str = "the config") -> dict:
         raise MeshdialError(f"{name}: {_sentence(error)}")
     filled = _fill(_with_preset(config), schema())
     _follow(filled)
-    for sentence in (*unread_keys(config, filled), *conflicts(filled)):
+    plain = _fill(_with_preset({}, _preset(config)), schema())
+    for sentence in (*unread_keys(config, filled, plain), *conflicts(filled)):
         raise MeshdialError(f"{name}: {sentence}")
     return filled
 
 
-def _with_preset(config: Mapping) -> dict:
-    """`config` on top of its preset's settings."""
-    algorithm = schema()["properties"]["algorithm"]["properties"]
-    preset = config.get("algorithm", {}).get("preset", algorithm["preset"]["default"])
-    reward = config.get("reward", {})
-    only_models = {"reward.functions": []} if reward.get("models") else {}
-    return _with_settings(_with_settings({}, PRESETS[preset].settings | only_models), config)
+def _preset(config: Mapping) -> str:
+    block = schema()["properties"]["algorithm"]["properties"]["preset"]
+    return config.get("algorithm", {}).get("preset", block["default"])
+
+
+def _with_preset(config: Mapping, preset: str | None = None) -> dict:
+    """`config` on top of the settings of a preset, its own by default."""
+    settings = PRESETS[preset or _preset(config)].settings
+    only_models = {"reward.functions": []} if config.get("reward", {}).get("models") else {}
+    return _with_settings(_with_settings({}, settings | only_models), config)
 
 
 def _follow(filled: dict) -> None:

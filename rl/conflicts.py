@@ -7,11 +7,12 @@ from rl.algorithms.presets import READ_WITH, combination_errors
 from rl.mesh import check_dial, check_fit, uses_critic
 
 
-def unread_keys(written: Mapping, config: Mapping) -> Iterator[str]:
-    """One sentence for each key that was written and that nothing reads beside another's value."""
+def unread_keys(written: Mapping, config: Mapping, plain: Mapping) -> Iterator[str]:
+    """One sentence for each key that nothing reads beside another's value, and that was written
+    as something else than it is in `plain`, where nothing was written."""
     for key, (other, values) in READ_WITH.items():
         value, chosen = lookup(written, key), lookup(config, other)
-        if value is not None and chosen not in values:
+        if value not in (None, lookup(plain, key)) and chosen not in values:
             yield (
                 f"{key} is {value!r}, which is read only where {other} is "
                 f"{' or '.join(map(str, values))}, and it is {chosen}"

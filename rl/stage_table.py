@@ -60,7 +60,7 @@ STAGES = {
     "estimate_advantages": StageSpec(
         2,
         (
-            *("algorithm.advantage", "algorithm.kl", "algorithm.pass_rate"),
+            *("algorithm.advantage", "reward_kl", "algorithm.pass_rate"),
             *("algorithm.passing_reward", "algorithm.overlong", "algorithm.length_penalty"),
             *("rollout.prompts_per_iteration", "rollout.oversampling", "rollout.max_tokens"),
             "reward.failure_value",
@@ -70,8 +70,8 @@ STAGES = {
         4,
         (
             *("lora", "rollout.temperature", "rollout.max_tokens", "optimizer", "lag"),
-            *("learner.epochs", "learner.updates_per_batch", "critic.warmup_iterations"),
-            *("algorithm.advantage.estimator", "algorithm.ratio", "algorithm.clip"),
+            *("learner.epochs", "learner.updates_per_batch", "warmup_iterations"),
+            *("algorithm.ratio", "algorithm.clip"),
             *("algorithm.aggregation", "algorithm.kl", "algorithm.entropy_coefficient"),
             "algorithm.off_policy",
         ),
@@ -107,10 +107,28 @@ STAGES = {
 }
 
 
+def _reward_kl(config: Mapping) -> Any:
+    """The KL penalty, where it is part of the reward."""
+    kl = config["algorithm"]["kl"]
+    return kl if kl["place"] == "reward" and kl["coefficient"] else None
+
+
+def _warmup_iterations(config: Mapping) -> int:
+    """How long the policy waits for its critic, if it has one."""
+    has_critic = config["algorithm"]["advantage"]["estimator"] == "gae"
+    return config["critic"]["warmup_iterations"] if has_critic else 0
+
+
+DERIVED = {"reward_kl": _reward_kl, "warmup_iterations": _warmup_iterations}
+"""Keys of a slice that are not a key of the config: what a stage reads of several."""
+
+
 def stage_config(config: Mapping, stage: str) -> dict[str, Any]:
     """The slice of `config` that `stage` reads, as a flat mapping from dotted key to value."""
     spec = STAGES[stage]
-    return {"stage_version": spec.version} | {key: _lookup(config, key) for key in spec.keys}
+    return {"stage_version": spec.version} | {
+        key: DERIVED[key](config) if key in DERIVED else _lookup(config, key) for key in spec.keys
+    }
 
 
 def _lookup(config: Mapping, dotted: str) -> Any:

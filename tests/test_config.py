@@ -17,7 +17,7 @@ def refused(config, *words):
 
 def test_defaults_are_filled_in_at_every_depth():
     config = complete({"run": "x", "algorithm": {"kl": {"coefficient": 0.5}}})
-    assert config["algorithm"]["kl"] == {"coefficient": 0.5, "estimator": "k3"}
+    assert config["algorithm"]["kl"] == {"place": "loss", "coefficient": 0.5, "estimator": "k3"}
     assert config["rollout"]["group_size"] == 8
     assert config["reward"]["functions"][0] == {
         "function": "exact_match",
@@ -76,7 +76,7 @@ def test_every_key_of_the_schema_has_a_default_or_is_required():
         ({"run": "x", "iterations": 3.0}, ["iterations is 3.0", "integer"]),
         ({"run": "x", "optimizer": {"learning_rate": float("nan")}}, ["learning_rate is nan"]),
         ({"run": "x", "optimizer": {"learning_rate": float("inf")}}, ["learning_rate is inf"]),
-        ({"run": "x", "reward": {"functions": []}}, ["reward.functions", "at least 1"]),
+        ({"run": "x", "reward": {"functions": []}}, ["reward.functions is empty", "at least one"]),
         ({"run": "x", "lag": -1}, ["lag is -1", "expected at least 0"]),
         ({"run": "x", "cluster": {"meshes": {}}}, ["cluster.meshes is {}", "at least 1 entry"]),
         ({"run": "x", "cluster": {"meshes": {1: {"devices": 1}}}}, ["a mesh called 1", "letters"]),

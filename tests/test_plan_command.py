@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from rl.cli import main
-from rl.models.config_file import write_model_config
 from rl.errors import MeshdialError
+from rl.models.config_file import write_model_config
 from rl.plan.measured import measured_run
 from rl.plan.source import model_sizes
 from rl.plan.table import aligned, size_text, time_text

@@ -365,6 +365,11 @@ def with_a_logprob_that_is_no_number(table):
     return with_first(table, "rollout_logprobs", [float("nan"), *logprobs[1:]])
 
 
+def with_an_infinite_advantage(table):
+    values = table["advantages"].to_pylist()[0]
+    return with_first(table, "advantages", [float("inf"), *values[1:]])
+
+
 @pytest.mark.parametrize(
     ("name", "change", "words"),
     [
@@ -372,7 +377,7 @@ def with_a_logprob_that_is_no_number(table):
         ("rollouts", with_last_token_masked, ["rollouts.parquet", "completion_mask", "row 0"]),
         ("rollouts", with_a_logprob_that_is_no_number, ["rollout_logprobs", "not finite"]),
         ("rewards", lambda table: table.slice(1), ["missing", "samples"]),
-        ("advantages", lambda table: with_first(table, "advantage", float("inf")), ["advantage"]),
+        ("advantages", with_an_infinite_advantage, ["advantages has a value", "not finite"]),
     ],
 )
 def test_an_iteration_that_is_not_as_it_must_be_fails_its_checks(copied, name, change, words):
@@ -434,11 +439,11 @@ def test_a_zero_reward_is_a_reward_and_a_failed_one_is_none(copied):
     inputs = [("rollouts", "1/rollouts.parquet"), ("rewards", "1/rewards.parquet")]
     copied.stage("estimate_advantages", 1, inputs, [("advantages", "1/advantages.parquet")])
     rows = read_table(copied.path("1", "advantages.parquet"), "advantages").to_pylist()
-    assert rows[0]["reward"] is None and rows[0]["advantage"] == 0.0
+    assert rows[0]["reward"] is None and not any(rows[0]["advantages"])
     mates = [row for row in rows[1:] if row["group_id"] == rows[0]["group_id"]]
     values = np.array([row["reward"] for row in mates])
     expected = (values - values.mean()) / (values.std() + 1e-6) if values.std() else 0 * values
-    np.testing.assert_allclose([row["advantage"] for row in mates], expected, rtol=1e-5)
+    np.testing.assert_allclose([row["advantages"][0] for row in mates], expected, rtol=1e-5)
 
 
 def test_evaluation_is_greedy_and_counts_right_answers(copied):

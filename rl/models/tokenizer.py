@@ -42,6 +42,7 @@ class Tokenizer:
     pad_id: int
     template: str | None = field(repr=False)
     folder: str = ""
+    model_pad_id: int | None = None  # by config.json: what a classifier takes for padding
 
     @classmethod
     def load(cls, folder: Path | str) -> "Tokenizer":
@@ -64,7 +65,11 @@ class Tokenizer:
         model_configs = [_read_optional(folder / f"{kind}.json") for kind in kinds]
         eos_ids = _eos_ids(backend, named, model_configs)
         pad_id = _pad_id(backend, named, model_configs, eos_ids)
-        return cls(backend, named, eos_ids, pad_id, read_template(folder, settings), str(folder))
+        template, model_pad_id = (
+            read_template(folder, settings),
+            model_configs[1].get("pad_token_id"),
+        )
+        return cls(backend, named, eos_ids, pad_id, template, str(folder), model_pad_id)
 
     def encode(self, text: str, special_tokens: bool = True) -> list[int]:
         """Token ids of `text`.

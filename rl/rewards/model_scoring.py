@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import pyarrow as pa
 
 from rl.errors import MeshdialError
@@ -18,6 +19,9 @@ from rl.models.tokenizer import Tokenizer
 from rl.rewards.processes import Score
 
 Progress = Callable[[str], None]
+
+SHORTEST_CLASS = 64
+"""Sequences up to so many tokens are batched together, whatever their lengths."""
 
 
 def model_scores(
@@ -34,27 +38,19 @@ def model_scores(
     `prompts` is the table that the rollouts' prompts came from: where a prompt was a chat there,
     and the model has a chat template, the completion is the assistant's message of that chat. A
     sequence longer than the model's positions has no score, and neither has one whose score is not
-    finite; each says why.
+    finite; each says why. MeshdialError for a rollout whose prompt is not in the table.
     """
     names = prompts["prompt_id"].to_pylist()
     chats = dict(zip(names, prompts["messages"].to_pylist(), strict=True))
     rows = rollouts.select(["prompt_id", "prompt", "completion", "group_id"]).to_pylist()
-    for row in rows:
-        if row["prompt_id"] not in chats:
-            raise MeshdialError(
-                f"the rollouts have a prompt {row['prompt_id']!r}, which is not in their table"
-            )
     limit = spec.config.max_position_embeddings
-    sequences, scores = [], []
-    for row in rows:
-        tokens, score = _read(tokenizer, _prompt(row, chats), row["completion"], limit)
-        sequences.append(tokens)
-        scores.append(score)
-    kept = [number for number, score in enumerate(scores) if score is None]
+    read = [_read(tokenizer, row, chats, limit) for row in rows]
+    kept = [number for number, (_, failure) in enumerate(read) if failure is None]
     found = score_sequences(
-        *(spec, parameters, [sequences[number] for number in kept]),
+        *(spec, parameters, [read[number][0] for number in kept]),
         *([rows[number]["group_id"] for number in kept], micro_batch_tokens, progress),
     )
+    scores = [Score(None, failure) for _, failure in read]
     for number, value in zip(kept, found, strict=True):
         is_number = math.isfinite(value)
         scores[number] = Score(value) if is_number else Score(None, f"the model's score is {value}")
@@ -65,29 +61,40 @@ def sequence_tokens(
     tokenizer: Tokenizer, prompt: str | Sequence[Mapping[str, str]], completion: str
 ) -> list[int]:
     """What a reward model reads: the two texts as one, or, of a prompt of messages, the chat with
-    the completion as the assistant's message."""
+    the completion as the assistant's message. Its last token is the one that is scored.
+
+    transformers scores the last token that is not what config.json has as pad_token_id, even where
+    a chat template ends with that token; so does a model that was trained with it.
+    """
     if isinstance(prompt, str):
-        return tokenizer.encode(prompt + completion)
-    chat = [*prompt, {"role": "assistant", "content": completion}]
-    return tokenizer.encode(tokenizer.render_chat(chat, is_open=False), special_tokens=False)
+        tokens = tokenizer.encode(prompt + completion)
+    else:
+        chat = [*prompt, {"role": "assistant", "content": completion}]
+        tokens = tokenizer.encode(tokenizer.render_chat(chat, is_open=False), special_tokens=False)
+    while len(tokens) > 1 and tokens[-1] == tokenizer.model_pad_id:
+        tokens.pop()
+    return tokens
 
 
-def _prompt(row: Mapping, chats: Mapping[str, str | None]) -> str | list[dict]:
+def _read(
+    tokenizer: Tokenizer, row: Mapping[str, str], chats: Mapping[str, str | None], limit: int
+) -> tuple[list[int], str | None]:
+    """(what the model reads of a rollout, None), or ([], why it cannot read it)."""
+    if row["prompt_id"] not in chats:
+        raise MeshdialError(
+            f"the rollouts have a prompt {row['prompt_id']!r}, which is not in their table"
+        )
     messages = chats[row["prompt_id"]]
-    return row["prompt"] if messages is None else json.loads(messages)
-
-
-def _read(tokenizer: Tokenizer, prompt, completion: str, limit: int):
-    """(tokens, None), or ([], why the model cannot read them)."""
+    is_chat = messages is not None and tokenizer.template is not None
     try:
-        tokens = sequence_tokens(tokenizer, prompt, completion)
+        prompt = json.loads(messages) if is_chat else row["prompt"]
+        tokens = sequence_tokens(tokenizer, prompt, row["completion"])
     except MeshdialError as error:
-        return [], Score(None, str(error))
+        return [], str(error)
     if not tokens:
-        return [], Score(None, "its prompt and completion have no tokens")
+        return [], "its prompt and completion have no tokens"
     if len(tokens) > limit:
-        reason = f"its prompt and completion have {len(tokens)} tokens, the model reads {limit}"
-        return [], Score(None, reason)
+        return [], f"its prompt and completion have {len(tokens)} tokens, the model reads {limit}"
     return tokens, None
 
 
@@ -99,19 +106,47 @@ def score_sequences(
     micro_batch_tokens: int,
     progress: Progress = lambda line: None,
 ) -> list[float]:
-    """The value at the last token of each sequence.
+    """The value at the last token of each sequence, none of which is empty.
 
-    What the sequences of a group begin with is computed once. They are packed by length, under the
-    budget of a micro-batch.
+    What the sequences of a group begin with is computed once. Groups are batched with those of
+    about their length, and packed under the budget of a micro-batch. What is not finite is computed
+    once more by itself: it may have been the others that it shared a bin with.
     """
-    if not sequences:
-        return []
+    scores = np.zeros(len(sequences))
+
+    def score(numbers: Sequence[int], keys: Sequence) -> None:
+        chosen = [sequences[number] for number in numbers]
+        scores[numbers] = _batch_scores(
+            spec, parameters, chosen, keys, micro_batch_tokens, progress
+        )
+
+    for numbers in _length_classes(sequences, group_ids):
+        score(numbers, [group_ids[number] for number in numbers])
+    alone = np.flatnonzero(~np.isfinite(scores)).tolist()
+    if alone:
+        score(alone, alone)
+    return scores.tolist()
+
+
+def _length_classes(sequences: Sequence[Sequence[int]], group_ids: Sequence) -> list[list[int]]:
+    """The sequences whose group's longest has about the same length, within a factor of two."""
+    longest: dict = {}
+    for tokens, group in zip(sequences, group_ids, strict=True):
+        longest[group] = max(longest.get(group, SHORTEST_CLASS), len(tokens))
+    classes: dict[int, list[int]] = {}
+    for number, group in enumerate(group_ids):
+        classes.setdefault((longest[group] - 1).bit_length(), []).append(number)
+    return [classes[key] for key in sorted(classes)]
+
+
+def _batch_scores(spec, parameters, sequences, group_ids, budget: int, progress: Progress):
+    """The scores of sequences that are packed into one batch."""
     keys, shared = _shared_prefixes(sequences, group_ids)
     heads = [tokens[: shared[key]] for tokens, key in zip(sequences, keys, strict=True)]
     # The value in a place is that of the state before its target: one target more is at the end.
     tails = [[*tokens[shared[key] :], 0] for tokens, key in zip(sequences, keys, strict=True)]
     batch = pack(group_ids=keys, prompt_tokens=heads, completion_tokens=tails, temperature=1.0)
-    values_PGT = score_batch(spec, {}, parameters, batch, micro_batch_tokens, progress)
+    values_PGT = score_batch(spec, {}, parameters, batch, budget, progress)
     return [float(values[-1]) for values in unpack(values_PGT, batch, keys)]
 
 

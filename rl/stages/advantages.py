@@ -111,8 +111,8 @@ def _config(job: Request) -> AdvantageConfig:
 def _kl_penalties(job: Request, rollouts: pa.Table, rows) -> list[np.ndarray] | None:
     """coefficient * KL of each token, between the policy that the update starts from and the
     reference; None where the reward has no such part."""
-    kl = job.config["algorithm.kl"]
-    if kl["place"] != "reward" or kl["coefficient"] == 0:
+    kl = job.config["reward_kl"]
+    if kl is None:
         return None
     policy = _column(job, rollouts, "policy_logprobs", "policy_logprobs")
     reference = _column(job, rollouts, "reference", "reference_logprobs")

@@ -56,8 +56,7 @@ def update_actor(job: Request, context: Context) -> str:
 
 def _is_warmup(job: Request) -> bool:
     """Whether the policy waits for its critic to learn what to expect."""
-    has_critic = job.config["algorithm.advantage.estimator"] == "gae"
-    return has_critic and job.iteration <= job.config["critic.warmup_iterations"]
+    return job.iteration <= job.config["warmup_iterations"]
 
 
 def device_peak() -> dict[str, int]:

@@ -107,7 +107,9 @@ def test_what_is_not_kept_goes_and_comes_back_only_when_allowed(workplace):
     assert workplace.path("tiny", "0003", "policy").exists()
     assert "Nothing to be done" in workplace.run(config=config)
 
-    planned = workplace.run("-n", config=changed(workplace, keep="last", algorithm__clip_low=0.1))
+    planned = workplace.run(
+        "-n", config=changed(workplace, keep="last", algorithm__clip={"low": 0.1})
+    )
     assert ["generate_rollouts", "2"] in [line.split() for line in planned.splitlines()]
     config = changed(workplace, keep="last")
 

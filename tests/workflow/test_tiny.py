@@ -48,7 +48,7 @@ def test_advantages_are_not_degenerate(finished):
         table = read_table(finished.path("tiny", n, "advantages.parquet"), "advantages")
         groups: dict[str, list[float]] = {}
         for row in table.to_pylist():
-            groups.setdefault(row["group_id"], []).append(row["advantage"])
+            groups.setdefault(row["group_id"], []).append(row["advantages"][0])
         spread = [values for values in groups.values() if max(values) > min(values)]
         assert spread
         for values in groups.values():

@@ -17,6 +17,7 @@ import random
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -38,10 +39,8 @@ from rl.models.tokenizer import Tokenizer
 from rl.models.transformer import init_lora, init_value_head, merge_lora
 from rl.rewards.model_scoring import sequence_tokens
 
-ARCHITECTURE = {
-    **{"layers": 4, "width": 128, "heads": 4, "kv_heads": 4, "ffn": 384, "max_positions": 32},
-    **{"tokenizer": "characters", "alphabet": "0123456789>\n"},
-}
+SIZES = {"layers": 4, "width": 128, "heads": 4, "kv_heads": 4, "ffn": 384, "max_positions": 32}
+ARCHITECTURE = {**SIZES, "tokenizer": "characters", "alphabet": "0123456789>\n"}
 WHOLE = 10**9  # a budget of tokens that holds any batch: a pair is compared within one
 HELDOUT_SHARE = 0.1
 
@@ -126,42 +125,43 @@ def _spoiled(answer: str, digits: str, chance: random.Random) -> str:
 
 
 def train_model(options: argparse.Namespace) -> None:
-    pairs = list(_read_pairs(options.pairs))
+    if options.out.exists():
+        raise MeshdialError(f"{options.out} is there already; remove it or name another folder")
     base = _opened(options.base, options.seed)
     tokenizer = _tokenizer(base)
-    sequences = [
-        _pair_tokens(tokenizer, pair, base.config.max_position_embeddings) for pair in pairs
-    ]
-    is_heldout = [_is_heldout(pair) for pair in pairs]
-    train = [tokens for tokens, held in zip(sequences, is_heldout, strict=True) if not held]
-    heldout = [tokens for tokens, held in zip(sequences, is_heldout, strict=True) if held]
-    if len(train) < options.batch_size or not heldout:
-        raise MeshdialError(
-            f"{options.pairs}: {len(train)} pairs to train on and {len(heldout)} held out, "
-            f"expected at least {options.batch_size} and 1"
-        )
+    training, heldout = _split(options, tokenizer, base.config.max_position_embeddings)
     spec, trainable, frozen = _model(base, options.lora_rank, options.seed)
     optimizer = _optimizer(options.learning_rate, options.updates)
     state = init_optimizer(optimizer, trainable)
     chance = np.random.default_rng(options.seed)
     for number in range(1, options.updates + 1):
-        rows = chance.choice(len(train), options.batch_size, replace=False)
-        loss, gradient = _gradient(spec, trainable, frozen, *_laid_out([train[r] for r in rows]))
+        rows = chance.choice(len(training), options.batch_size, replace=False)
+        pairs = _laid_out([training[row] for row in rows])
+        loss, gradient = _gradient(spec, trainable, frozen, *pairs)
         trainable, state, _ = apply_gradient(optimizer, trainable, state, gradient)
-        if number % 100 == 0 or number == options.updates:
+        if number % 100 == 0:
             share = _accuracy(spec, trainable, frozen, heldout[:512], options.batch_size)
-            print(
-                f"update {number}/{options.updates}, loss {float(loss):.3f}, "
-                f"held-out accuracy {share:.3f}",
-                flush=True,
-            )
+            said = f"loss {float(loss):.3f}, held-out accuracy {share:.3f}"
+            print(f"update {number}/{options.updates}, {said}", flush=True)
     share = _accuracy(spec, trainable, frozen, heldout, options.batch_size)
     merged = merge_lora(spec, trainable, frozen) if spec.lora else {**frozen, **trainable}
-    token_ids = dict(base.token_ids) | {"pad_token_id": tokenizer.pad_id}
-    write_model(
-        options.out, base.config, merged, base.tokenizer_files, "float32", token_ids, "value"
-    )
+    files, ids = base.tokenizer_files, {**base.token_ids, "pad_token_id": tokenizer.model_pad_id}
+    write_model(options.out, base.config, merged, files, "float32", ids, "value")
     print(f"{options.out}: {share:.3f} of {len(heldout)} held-out pairs in the right order")
+
+
+def _split(options: argparse.Namespace, tokenizer: Tokenizer, limit: int):
+    """(training, held out): the tokens of each pair, (chosen, rejected)."""
+    training, heldout = [], []
+    for pair in _read_pairs(options.pairs):
+        tokens = _pair_tokens(tokenizer, pair, limit)
+        (heldout if _is_heldout(pair) else training).append(tokens)
+    if len(training) < options.batch_size or not heldout:
+        raise MeshdialError(
+            f"{options.pairs}: {len(training)} pairs to train on and {len(heldout)} held out, "
+            f"expected at least {options.batch_size} and 1"
+        )
+    return training, heldout
 
 
 def _read_pairs(path: Path) -> Iterator[dict]:
@@ -193,10 +193,13 @@ def _opened(source: str | None, seed: int) -> OpenedModel:
 
 
 def _tokenizer(base: OpenedModel) -> Tokenizer:
+    """With a padding token, which transformers wants of a classifier: it goes to config.json."""
     with tempfile.TemporaryDirectory() as folder:
         for name, content in base.tokenizer_files.items():
             Path(folder, name).write_bytes(content)
-        return Tokenizer.load(Path(folder))
+        tokenizer = Tokenizer.load(Path(folder))
+    named = base.token_ids.get("pad_token_id")
+    return replace(tokenizer, model_pad_id=tokenizer.pad_id if named is None else named)
 
 
 def _pair_tokens(tokenizer: Tokenizer, pair: dict, limit: int) -> tuple[list[int], list[int]]:
