@@ -24,6 +24,7 @@ def test_defaults_are_filled_in_at_every_depth():
         "weight": 1.0,
         "name": None,
         "options": {},
+        "normalise": "none",
     }
     assert config["cluster"]["meshes"] == {"all": {"devices": 1, "axes": {}}}
 
@@ -67,7 +68,7 @@ def test_every_key_of_the_schema_has_a_default_or_is_required():
         ({"run": "x", "rollout": {"groupsize": 3}}, ["rollout.groupsize", "group_size"]),
         ({"run": "x", "iterations": "many"}, ["iterations is 'many'", "integer"]),
         ({"run": "x", "iterations": True}, ["iterations is True", "integer"]),
-        ({"run": "x", "rollout": {"group_size": 1}}, ["rollout.group_size is 1", "at least 2"]),
+        ({"run": "x", "rollout": {"group_size": 1}}, ["rollout.group_size is 1", "take 2 or more"]),
         ({"run": "x", "rollout": {"temperature": 0}}, ["temperature is 0", "more than 0"]),
         ({"run": "shared"}, ["'shared'", "reserved"]),
         ({"run": "Big Run"}, ["'Big Run'", "lower-case"]),
