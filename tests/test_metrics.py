@@ -138,8 +138,11 @@ def test_group_figures(tmp_path):
         "sample_id": list("abcdefg"),
         "group_id": ["g", "h", "g", "h", "i", "i", "i"],
         "reward": [0.0, 1.0, 1.0, 1.0, 0.0, 3.0, None],
-        "advantage": [-1.0, 0.0, 1.0, 0.0, -1.0, 1.0, 0.0],
+        "shaped_reward": [0.0, 1.0, 1.0, 0.5, 0.0, 3.0, None],
+        "advantages": [[-1.0], [0.0], [1.0], [0.0], [-1.0], [1.0], [0.0]],
+        "returns": [None] * 7,
         "is_degenerate": [False, True, False, True, False, False, False],
+        "is_used": [True, False, True, False, True, True, True],
     }
     path = write(tmp_path / "advantages.parquet", "advantages", columns)
     found = figures(collect_metrics("r", {1: {"advantages": path}}), 1, "estimate_advantages")
@@ -148,6 +151,8 @@ def test_group_figures(tmp_path):
         "num_degenerate_groups": 1,
         "degenerate_group_fraction": pytest.approx(1 / 3),
         "group_reward_std_mean": pytest.approx((0.5 + 0 + 1.5) / 3),
+        "num_groups_used": 2,
+        "shaped_reward_mean": pytest.approx(5.5 / 6),
     }
 
 
@@ -156,6 +161,7 @@ def test_evaluation_figures_count_over_scored_samples(tmp_path):
         "reward": [1.0, 0.5, None, 0.0],
         "is_correct": [True, False, False, False],
         "scored_ok": [True, True, False, True],
+        "is_sampled": [False] * 4,
     }
     path = write(tmp_path / "evaluation.parquet", "evaluation", columns)
     found = figures(collect_metrics("r", {0: {"evaluation": path}}), 0, "evaluate_policy")
@@ -277,3 +283,10 @@ def test_summary_without_evaluations_or_timings():
         "Training reward    0.500 -> 0.500 over 1 iteration",
         "                   ▁  (0.500 to 0.500)",
     ]
+
+
+def test_figures_of_a_critic(tmp_path):
+    path = tmp_path / "critic_update.json"
+    path.write_text('{"value_loss": 0.25, "explained_variance": -0.5}')
+    found = figures(collect_metrics("r", {2: {"critic_update": path}}), 2, "update_critic")
+    assert found == {"value_loss": 0.25, "explained_variance": -0.5}

@@ -26,7 +26,7 @@ TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] | replace('u', '+') }}{{ m.content }}|{% endfor %}"
     "{% if add_generation_prompt %}a{% endif %}"
 )
-NUM_GROUPS = 5
+NUM_GROUPS = 4
 
 
 @pytest.fixture(scope="module")
@@ -70,23 +70,22 @@ def drawn_rows(seed=0):
     def text(length):
         return "".join(rng.choice(list("0123456789"), length))
 
-    lengths = [0, 1, 1, 3, 8, 30]
+    lengths = [0, 1, 3, 30]
     prompts = [f"{text(rng.integers(1, 12))}>" for _ in range(NUM_GROUPS)]
     return [(prompt, text(length)) for prompt in prompts for length in lengths]
 
 
 @families
-@pytest.mark.parametrize("budget", [8, 500])
-def test_scores_are_those_of_transformers(tmp_path, family, budget):
+def test_scores_are_those_of_transformers(tmp_path, family):
     """Which computed them in one padded batch; here they share a prefix, or nothing."""
     spec, parameters = loaded(folder_of(tmp_path / "m", family, "value"), "value")
     sequences = [TOKENS[:n] for n in LENGTHS] * 2
-    for groups in ([0, 0, 0, 1, 1, 1], range(6), [0] * 6):
+    for groups, budget in (([0, 0, 0, 1, 1, 1], 500), (range(6), 8)):
         found = score_sequences(spec, parameters, sequences, groups, budget)
         np.testing.assert_allclose(found, NUMBERS[family]["scores"] * 2, rtol=2e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize("budget", [1, 40, 300, 10_000])
+@pytest.mark.parametrize("budget", [1, 10_000])
 def test_a_score_is_that_of_the_sequence_alone_whatever_the_budget_and_the_order(model, budget):
     rows = drawn_rows()
     expected = [alone(model, model[2].encode(prompt + text)) for prompt, text in rows]

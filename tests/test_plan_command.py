@@ -255,3 +255,15 @@ def test_quantities_have_three_digits():
 def test_columns_are_aligned():
     rows = [["mesh", "peak"], ["train 4", "1 GB"], ["a note"], ["d", "12.5 GB"]]
     assert aligned(rows) == "mesh        peak\ntrain 4     1 GB\na note\nd        12.5 GB"
+
+
+def test_what_is_not_foreseen_is_said(tmp_path, capsys):
+    path = tmp_path / "ppo.yaml"
+    path.write_text("run: ppo\nalgorithm: {preset: ppo}\nlearner: {epochs: 2}\n")
+    notes = planned(capsys, "--model", saved(tmp_path, TINY), config=path)["notes"]
+    assert any("the critic is not counted" in note for note in notes)
+    assert any("learner.epochs is 2" in note for note in notes)
+    path.write_text("run: dapo\nalgorithm: {preset: dapo}\n")
+    notes = planned(capsys, "--model", saved(tmp_path, TINY), config=path)["notes"]
+    assert any("24 are sampled" in note for note in notes)
+    assert not any("critic" in note for note in notes)

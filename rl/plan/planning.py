@@ -1,11 +1,12 @@
 """From the command's arguments to everything that a plan is made from."""
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 
 from rl.config import expand, read
 from rl.errors import MeshdialError
-from rl.mesh import layouts
+from rl.mesh import layouts, uses_critic
 from rl.plan.dial import todays_dial
 from rl.plan.hardware import chosen_device, chosen_links, link_named
 from rl.plan.iteration import Machines
@@ -13,6 +14,7 @@ from rl.plan.measured import Measured, measured_run
 from rl.plan.report import Plan
 from rl.plan.source import model_sizes
 from rl.plan.work import guessed_prompt_tokens, work_of
+from rl.schedule import num_sampled_prompts
 
 SHARED_MODELS = Path("results/shared/models")
 
@@ -30,6 +32,7 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
     prompt_tokens, completion_tokens, notes = _lengths(arguments, config, measured)
     if machines.device.name != "custom" and arguments.device is None:
         notes.append(f"the device is taken to be {machines.device.name}: set --device")
+    notes += _not_counted(config)
     work = work_of(config, model, prompt_tokens, completion_tokens)
     dial = todays_dial(config, model, work.has_reference)
     return Plan(
@@ -42,6 +45,19 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
         notes=tuple(notes),
         measured=measured,
     )
+
+
+def _not_counted(config: dict) -> Iterator[str]:
+    """What the run does and the plan does not foresee."""
+    if uses_critic(config):
+        yield "the critic is not counted: its memory and updates are about those of another actor"
+    if config["reward"]["models"]:
+        yield "the reward models are not counted: their parameters, and a forward pass of each"
+    if config["learner"]["epochs"] > 1:
+        yield f"an update is of one epoch: learner.epochs is {config['learner']['epochs']}"
+    if config["rollout"]["oversampling"] > 1:
+        sampled = num_sampled_prompts(config["rollout"])
+        yield f"rollouts are of the prompts that are trained on: {sampled} are sampled"
 
 
 def _chosen_run(arguments: argparse.Namespace) -> dict:
