@@ -72,7 +72,9 @@ class Pipeline:
         self.stage("prepare_prompts", outputs=outputs)
         self.stage("start_policy", 0, [("base", "base")], [("policy", "0/policy")])
         if uses_critic(self.config):
-            self.stage("start_critic", 0, [("trunk", "base")], [("critic", "0/critic")])
+            self.stage(
+                "start_critic", 0, [("trunk", "base"), ("base", "base")], [("critic", "0/critic")]
+            )
         self.sync(0)
 
     def sync(self, n: int) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rl.report.held_out import evaluation_figures, sample_figures, task_of
 from rl.report.intervals import wilson_interval
 from rl.report.metrics import collect_metrics
-from rl.report.pass_at_k import bootstrap_interval, pass_at_k
+from rl.report.pass_at_k import interval_over_prompts, pass_at_k
 from rl.report.summary import summary_lines
 
 from .test_metrics import rollout_columns, write
@@ -48,12 +48,14 @@ def test_pass_at_k_is_the_share_of_all_choices_with_a_right_one(counts, data):
 
 def test_the_interval_over_prompts():
     values = np.array([0.0, 1.0] * 50)
-    low, high = bootstrap_interval(values)
+    low, high = interval_over_prompts(values)
     # The deviation of a mean of 100 such values is 0.05.
     assert low == pytest.approx(0.5 - 1.96 * 0.05, abs=0.015)
     assert high == pytest.approx(0.5 + 1.96 * 0.05, abs=0.015)
-    assert bootstrap_interval(values) == (low, high)
-    assert bootstrap_interval([0.25]) == (0.25, 0.25)
+    assert interval_over_prompts(values) == (low, high)
+    assert interval_over_prompts([0.25]) == (0.25, 0.25)
+    assert interval_over_prompts([0.0] * 20) == wilson_interval(0, 20)
+    assert interval_over_prompts([1.0] * 20) == wilson_interval(20, 20)
 
 
 ROWS = [

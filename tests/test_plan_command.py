@@ -261,8 +261,8 @@ def test_what_is_not_foreseen_is_said(tmp_path, capsys):
     path = tmp_path / "ppo.yaml"
     path.write_text("run: ppo\nalgorithm: {preset: ppo}\nlearner: {epochs: 2}\n")
     notes = planned(capsys, "--model", saved(tmp_path, TINY), config=path)["notes"]
-    assert any("the critic is not counted" in note for note in notes)
-    assert any("learner.epochs is 2" in note for note in notes)
+    assert any("the critic and its mesh are not counted" in note for note in notes)
+    assert any("learner.epochs = 2" in note for note in notes)
     path.write_text("run: dapo\nalgorithm: {preset: dapo}\n")
     notes = planned(capsys, "--model", saved(tmp_path, TINY), config=path)["notes"]
     assert any("24 are sampled" in note for note in notes)

@@ -218,7 +218,7 @@ def test_windows_are_spread_evenly():
 
 @pytest.mark.parametrize("per_iteration", [0, 11])
 def test_a_window_larger_than_the_table_is_an_error(per_iteration):
-    with pytest.raises(MeshdialError, match=r"prompts_per_iteration is .*, expected 1 to 10"):
+    with pytest.raises(MeshdialError, match=r"an iteration samples .* expected 1 to 10"):
         iteration_window(10, per_iteration, 0, 1)
 
 

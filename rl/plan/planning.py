@@ -50,11 +50,15 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
 def _not_counted(config: dict) -> Iterator[str]:
     """What the run does and the plan does not foresee."""
     if uses_critic(config):
-        yield "the critic is not counted: its memory and updates are about those of another actor"
+        yield (
+            "the critic and its mesh are not counted: values and updates of another model of the "
+            "actor's size, whose frozen part is the actor's own under an adapter on one mesh"
+        )
     if config["reward"]["models"]:
-        yield "the reward models are not counted: their parameters, and a forward pass of each"
+        yield "the reward models and their mesh are not counted: parameters, and a forward pass"
     if config["learner"]["epochs"] > 1:
-        yield f"an update is of one epoch: learner.epochs is {config['learner']['epochs']}"
+        epochs = config["learner"]["epochs"]
+        yield f"updates are of one epoch: with learner.epochs = {epochs} they take so many times it"
     if config["rollout"]["oversampling"] > 1:
         sampled = num_sampled_prompts(config["rollout"])
         yield f"rollouts are of the prompts that are trained on: {sampled} are sampled"

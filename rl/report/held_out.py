@@ -8,7 +8,7 @@ import pyarrow.compute as pc
 
 from rl.report.columns import finish_fractions, floats, read_columns, token_counts
 from rl.report.intervals import wilson_interval
-from rl.report.pass_at_k import bootstrap_interval, pass_at_k
+from rl.report.pass_at_k import interval_over_prompts, pass_at_k
 
 Figures = dict[str, float]
 
@@ -69,7 +69,7 @@ def sample_figures(path: Path, pass_at: Sequence[int]) -> Figures:
     for k in pass_at:
         values = [pass_at_k(n, c, k) for n, c in counts.values() if n >= k]
         if values:
-            low, high = bootstrap_interval(values)
+            low, high = interval_over_prompts(values)
             figures |= {
                 f"pass_at_{k}": sum(values) / len(values),
                 f"pass_at_{k}_low": low,

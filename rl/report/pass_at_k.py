@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from rl.report.intervals import wilson_interval
+
 NUM_RESAMPLES = 2000
 
 
@@ -19,14 +21,18 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 
-def bootstrap_interval(values: Sequence[float]) -> tuple[float, float]:
-    """The 95% percentile interval of the mean over prompts, from resampling the prompts.
+def interval_over_prompts(values: Sequence[float]) -> tuple[float, float]:
+    """The 95% interval of the mean over prompts.
 
-    Efron (1979), "Bootstrap methods: another look at the jackknife". Samples of one prompt are not
-    independent, and prompts are what is drawn. The resampling is seeded, so that the same values
-    give the same interval.
+    The percentile interval from resampling the prompts (Efron 1979, "Bootstrap methods: another
+    look at the jackknife"): samples of one prompt are not independent, and prompts are what is
+    drawn. The resampling is seeded, so that the same values give the same interval. Where all
+    prompts agree it would be a single number; then it is Wilson's, of as many prompts that are
+    right or wrong.
     """
     values_P = np.asarray(values, np.float64)
+    if np.ptp(values_P) == 0 and values_P[0] in (0.0, 1.0):
+        return wilson_interval(int(values_P.sum()), len(values_P))
     generator = np.random.Generator(np.random.Philox(key=0))
     rows = generator.integers(0, len(values_P), (NUM_RESAMPLES, len(values_P)))
     low, high = np.percentile(values_P[rows].mean(axis=1), [2.5, 97.5])

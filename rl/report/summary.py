@@ -73,7 +73,7 @@ def _task_lines(metrics: pa.Table) -> list[str]:
         iterations, _ = series(metrics, "evaluate_policy", name)
         ends = dict.fromkeys(int(n) for n in (iterations[0], iterations[-1]))
         told = [_task_accuracy(metrics, n, task) for n in ends]
-        lines.append(_line(f"  {task}"[: LABEL_WIDTH - 1], " -> ".join(told)))
+        lines.append(_line(f"  {task} ", " -> ".join(told)))
     if len(names) > MOST_TASKS:
         lines.append(_line("", f"and {len(names) - MOST_TASKS} tasks more in the metrics table"))
     return lines
@@ -94,7 +94,11 @@ def _pass_at_lines(metrics: pa.Table) -> list[str]:
         _, low = series(metrics, "evaluate_policy", f"{name}_low")
         _, high = series(metrics, "evaluate_policy", f"{name}_high")
         ends = dict.fromkeys((0, len(iterations) - 1))
-        told = " -> ".join(f"{values[n]:.1%} ({low[n]:.1%} to {high[n]:.1%})" for n in ends)
+        _, prompts = series(metrics, "evaluate_policy", f"{name}_prompts")
+        told = " -> ".join(
+            f"{values[n]:.1%} ({low[n]:.1%} to {high[n]:.1%}, {prompts[n]:.0f} prompts)"
+            for n in ends
+        )
         lines.append(_line(f"pass@{name.rpartition('_')[2]}", told))
     return lines
 

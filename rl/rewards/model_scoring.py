@@ -112,20 +112,24 @@ def score_sequences(
     about their length, and packed under the budget of a micro-batch. What is not finite is computed
     once more by itself: it may have been the others that it shared a bin with.
     """
-    scores = np.zeros(len(sequences))
+    whole = [(group, tuple(row)) for group, row in zip(group_ids, sequences, strict=True)]
+    # The same twice in a group has the same score to the last bit.
+    groups, rows = zip(*dict.fromkeys(whole), strict=True) if whole else ((), ())
+    scores = np.zeros(len(rows))
 
     def score(numbers: Sequence[int], keys: Sequence) -> None:
-        chosen = [sequences[number] for number in numbers]
+        chosen = [rows[number] for number in numbers]
         scores[numbers] = _batch_scores(
             spec, parameters, chosen, keys, micro_batch_tokens, progress
         )
 
-    for numbers in _length_classes(sequences, group_ids):
-        score(numbers, [group_ids[number] for number in numbers])
+    for numbers in _length_classes(rows, groups):
+        score(numbers, [groups[number] for number in numbers])
     alone = np.flatnonzero(~np.isfinite(scores)).tolist()
     if alone:
         score(alone, alone)
-    return scores.tolist()
+    found = dict(zip(dict.fromkeys(whole), scores.tolist(), strict=True))
+    return [found[key] for key in whole]
 
 
 def _length_classes(sequences: Sequence[Sequence[int]], group_ids: Sequence) -> list[list[int]]:

@@ -3,8 +3,9 @@
 import numpy as np
 import pyarrow as pa
 
-from rl.artifacts import Publisher, join, read_table, write_json
+from rl.artifacts import MANIFEST, Publisher, join, read_json, read_table, write_json
 from rl.context import Context
+from rl.errors import MeshdialError
 from rl.learner import UpdateBatch, ValueLossConfig, init_optimizer, update_values
 from rl.memory import memory_of
 from rl.models.transformer import VALUE_HEAD, init_lora, init_value_head
@@ -22,6 +23,7 @@ def start_critic(job: Request, context: Context) -> str:
     the trunk's own value head, or one that says 0 of every state."""
     folder = job.input("trunk")
     config, manifest = base_facts(folder)
+    _check_tokenizer(job)
     spec = job.critic_spec(config, manifest["dtype"])
     base = load_base(memory_of(context), folder, is_private=not spec.lora)
     has_head = base.head == "value"
@@ -38,6 +40,19 @@ def start_critic(job: Request, context: Context) -> str:
     publish_trained(job, context, trainable, state, kind, 0, None, "critic")
     count = sum(value.size for value in trainable.values())
     return f"{count / 1e6:.2f} M trainable parameters"
+
+
+def _check_tokenizer(job: Request) -> None:
+    """The critic reads the policy's tokens."""
+    (critics, policys) = (
+        read_json(job.input(name) / MANIFEST)["tokenizer"].get("tokenizer.json")
+        for name in ("trunk", "base")
+    )
+    if critics != policys:
+        raise MeshdialError(
+            f"{job.input('trunk')}, which the critic starts from, has another tokenizer.json than "
+            f"the policy's {job.input('base')}; a critic reads the policy's tokens"
+        )
 
 
 def critic_values(job: Request, context: Context) -> str:

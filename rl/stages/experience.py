@@ -115,7 +115,7 @@ def score_rewards(job: Request, context: Context) -> str:
         raise MeshdialError(
             f"{job.input('rollouts')}: the scorer returned other samples than it was given"
         )
-    provenance = job.provenance(scorer=scorer_hash(functions))
+    provenance = job.provenance(scorer=scorer_hash(functions, models.get("models", ())))
     write_table(
         Publisher(context.check_alive), job.outputs["rewards"], "rewards", rewards, provenance
     )

@@ -18,8 +18,9 @@ def iteration_window(
     """
     if not 1 <= prompts_per_iteration <= num_prompts:
         raise MeshdialError(
-            f"rollout.prompts_per_iteration is {prompts_per_iteration}, expected 1 to "
-            f"{num_prompts}, the number of training prompts"
+            f"an iteration samples {prompts_per_iteration} prompts "
+            f"(rollout.prompts_per_iteration x rollout.oversampling), expected 1 to {num_prompts}, "
+            f"the number of training prompts"
         )
     if iteration < 1:
         raise MeshdialError(f"iteration is {iteration}, expected at least 1")

@@ -4,6 +4,7 @@
 rule start_critic:
     input:
         trunk=trunk_of,
+        base=base_of,
     output:
         critic=temp(directory("results/{run}/{iteration}/critic")),
     log:
@@ -22,7 +23,7 @@ rule start_critic:
     shell:
         stage(
             "start_critic",
-            inputs="trunk",
+            inputs="trunk base",
             outputs="critic",
         )
 

@@ -49,7 +49,8 @@ def iterations_to_restore(name):
     """Finished iterations that would run again only to restore versions that are gone."""
     updates = {}
     for job in workflow.dag.needrun_jobs():
-        if job.rule.name.startswith("update_actor") and job.wildcards.run == name:
+        is_update = job.rule.name.startswith(("update_actor", "update_critic"))
+        if is_update and job.wildcards.run == name:
             updates[int(job.wildcards.iteration)] = job
     finished = [n for n in sorted(updates) if Path(updates[n].output.figures).exists()]
     return finished if finished and is_restored(updates[finished[0]]) else []
@@ -62,7 +63,7 @@ def is_restored(job):
 
 def has_cause_of_its_own(job):
     reason = workflow.dag.reason(job)
-    versions = {job.output.get("policy"), job.output.get("weights")}
+    versions = {job.output.get(name) for name in ("policy", "critic", "weights")}
     return bool(
         reason.is_provenance_triggered()
         or reason.forced

@@ -16,9 +16,11 @@ import json
 import random
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import jax
@@ -87,38 +89,50 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def write_synthetic(options: argparse.Namespace) -> None:
-    """Pairs that prefer the sorted digits of a prompt to something else."""
+    """Pairs that prefer the answer with fewer faults; in half of them it has none.
+
+    A score that orders wrong answers too is one that a policy can climb.
+    """
     chance = random.Random(f"preferences {options.seed}")
     lines = []
     while len(lines) < options.num_pairs:
         digits = "".join(chance.choices("0123456789", k=options.num_digits))
-        chosen = "".join(sorted(digits))
-        rejected = _spoiled(chosen, digits, chance)
-        if rejected != chosen:
-            pair = {"prompt": f"{digits}>", "chosen": chosen, "rejected": rejected}
+        answer = "".join(sorted(digits))
+        other = answer if chance.random() < 0.5 else _spoiled(answer, digits, chance)
+        answers = sorted({other, _spoiled(other, digits, chance)}, key=partial(faults, answer))
+        if faults(answer, answers[0]) < faults(answer, answers[-1]):
+            pair = {"prompt": f"{digits}>", "chosen": answers[0], "rejected": answers[-1]}
             lines.append(json.dumps(pair) + "\n")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text("".join(lines))
     print(f"{len(lines)} pairs in {options.out}")
 
 
+def faults(answer: str, found: str) -> int:
+    """Digits that are missing or too many, and places where a digit is below the one before it."""
+    wanted, there = Counter(answer), Counter(found)
+    num_falls = sum(left > right for left, right in pairwise(found))
+    return (wanted - there).total() + (there - wanted).total() + num_falls
+
+
 def _spoiled(answer: str, digits: str, chance: random.Random) -> str:
     """What a model might write instead of the answer."""
-    place = chance.randrange(len(answer))
+    place = chance.randrange(max(len(answer), 1))
     other = chance.choice("0123456789")
-    match chance.randrange(6):
-        case 0:  # one digit is another
-            return answer[:place] + other + answer[place + 1 :]
-        case 1:  # and still in order
-            return "".join(sorted(answer[:place] + other + answer[place + 1 :]))
-        case 2:  # one too few
+    replaced = answer[:place] + other + answer[place + 1 :]
+    match chance.randrange(8):
+        case 0:
+            return replaced
+        case 1:
             return answer[:place] + answer[place + 1 :]
-        case 3:  # one too many
+        case 2:
             return "".join(sorted(answer + other))
-        case 4:
+        case 3:
             return "".join(chance.sample(answer, len(answer)))
-        case _:
-            return digits
+        case 4:
+            return chance.choice([digits, answer[:place]])
+        case _:  # in order, with a digit that is another
+            return "".join(sorted(replaced))
 
 
 # Training
