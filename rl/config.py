@@ -57,7 +57,8 @@ def complete(config: Mapping, name: str = "the config") -> dict:
         raise MeshdialError(f"{name}: {_sentence(error)}")
     filled = _fill(_with_preset(config), schema())
     _follow(filled)
-    plain = _fill(_with_preset({}, _preset(config)), schema())
+    plain = _fill(_with_preset({}, _preset(config)), schema()) | {"learner": filled["learner"]}
+    _follow(plain)
     for sentence in (*unread_keys(config, filled, plain), *conflicts(filled)):
         raise MeshdialError(f"{name}: {sentence}")
     return filled
@@ -78,7 +79,9 @@ def _with_preset(config: Mapping, preset: str | None = None) -> dict:
 def _follow(filled: dict) -> None:
     """Keys whose null stands for another key's value."""
     if filled["evaluation"]["functions"] is None:
-        filled["evaluation"]["functions"] = filled["reward"]["functions"]
+        # What is right does not depend on what else was sampled.
+        functions = [entry | {"normalise": "none"} for entry in filled["reward"]["functions"]]
+        filled["evaluation"]["functions"] = functions
     for key in ("epochs", "updates_per_batch"):
         if filled["critic"][key] is None:
             filled["critic"][key] = filled["learner"][key]
@@ -275,7 +278,8 @@ def _sentence(error: jsonschema.ValidationError) -> str:
             bound = "at least" if error.validator == "minItems" else "at most"
             return f"{where}, expected {bound} {error.validator_value} entries"
         case "pattern":
-            return f"{where}, expected lower-case letters, digits, '.', '_' and '-'"
+            letters = "letters" if "A-Z" in error.validator_value else "lower-case letters"
+            return f"{where}, expected {letters}, digits, '.', '_' and '-'"
         case "not":
             return f"{where}, which is a reserved name"
         case _:

@@ -1,7 +1,9 @@
 """Keys of a config that do not fit each other."""
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from rl.algorithms.presets import READ_WITH, combination_errors
 from rl.mesh import check_dial, check_fit, uses_critic
@@ -17,6 +19,75 @@ def unread_keys(written: Mapping, config: Mapping, plain: Mapping) -> Iterator[s
                 f"{key} is {value!r}, which is read only where {other} is "
                 f"{' or '.join(map(str, values))}, and it is {chosen}"
             )
+
+    for key, is_read, condition in _READ_WHERE:
+        for inner, value in _leaves(lookup(written, key), key):
+            if value not in (None, lookup(plain, inner)) and not is_read(config):
+                yield f"{inner} is {value!r:.40}, which is read only where {condition}"
+
+
+def _has_kl(config: Mapping) -> bool:
+    return config["algorithm"]["kl"]["coefficient"] > 0
+
+
+def _tells_passing(config: Mapping) -> bool:
+    algorithm = config["algorithm"]
+    return list(algorithm["pass_rate"]) != [0, 1] or algorithm["length_penalty"]["kind"] == "group"
+
+
+_READ_WHERE = (
+    ("critic", uses_critic, "the algorithm has a critic (algorithm.advantage.estimator is gae)"),
+    ("reference", _has_kl, "algorithm.kl.coefficient is more than 0"),
+    ("algorithm.kl.place", _has_kl, "algorithm.kl.coefficient is more than 0"),
+    ("algorithm.kl.estimator", _has_kl, "algorithm.kl.coefficient is more than 0"),
+    (
+        "algorithm.passing_reward",
+        _tells_passing,
+        "algorithm.pass_rate or length_penalty.kind: group tells who passes",
+    ),
+    (
+        "algorithm.overlong.penalty",
+        lambda config: config["algorithm"]["overlong"]["buffer_tokens"] > 0,
+        "algorithm.overlong.buffer_tokens is more than 0",
+    ),
+    (
+        "algorithm.length_penalty.kind",
+        lambda config: config["algorithm"]["length_penalty"]["coefficient"] > 0,
+        "algorithm.length_penalty.coefficient is more than 0",
+    ),
+    *(
+        (
+            f"evaluation.{key}",
+            lambda config: config["evaluation"]["num_samples"] > 0,
+            "evaluation.num_samples is more than 0",
+        )
+        for key in ("pass_at", "sample_temperature")
+    ),
+    (
+        "evaluation.num_samples",
+        lambda config: config["evaluation"]["every"] > 0,
+        "evaluation.every is more than 0",
+    ),
+    (
+        "task.pass_rate",
+        lambda config: config["task"]["pass_rate_column"] is not None,
+        "task.pass_rate_column names a column",
+    ),
+    (
+        "task.datasets",
+        lambda config: config["task"]["name"] == "reasoning_gym",
+        "task.name is reasoning_gym",
+    ),
+)
+"""Keys, or blocks of them, that are read only under a condition: (key, condition, its words)."""
+
+
+def _leaves(value, key: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _leaves(inner, f"{key}.{name}")
+    else:
+        yield key, value
 
 
 def lookup(config: Mapping, dotted: str):
@@ -47,6 +118,9 @@ def conflicts(config: Mapping) -> Iterator[str]:
     if model["architecture"] is not None:
         yield from _misshapen(model["architecture"])
     task = config["task"]
+    low, high = task["pass_rate"]
+    if low > high:
+        yield f"task.pass_rate is [{low}, {high}], expected the lower bound first"
     if task["name"] == "reasoning_gym" and not task["datasets"]:
         yield "task.datasets is empty, and the task reasoning_gym mixes them; name at least one"
     if (task["name"] == "table") != (task["train_file"] is not None):
@@ -101,6 +175,7 @@ def _scored(config: Mapping) -> Iterator[str]:
         if names.count(name) > 1:
             yield f"reward has two components called {name}; give one of them a name of its own"
             return
+    yield from _judged(config)
     if not config["evaluation"]["functions"] and config["evaluation"]["every"]:
         yield (
             "evaluation.functions is missing: reward models do not say which answers are right; "
@@ -108,9 +183,34 @@ def _scored(config: Mapping) -> Iterator[str]:
         )
 
 
+def _judged(config: Mapping) -> Iterator[str]:
+    """An answer is right, or passes, by its raw reward: that has to be able to say so."""
+    reward, functions = config["reward"], config["evaluation"]["functions"]
+    for number, function in enumerate(functions):
+        if function["normalise"] != "none":
+            yield (
+                f"evaluation.functions.{number}.normalise is {function['normalise']}; whether an "
+                "answer is right does not depend on others, expected none"
+            )
+    # A built-in says 1 at most; what a user's function says is the user's.
+    is_built_in = all(":" not in function["function"] for function in functions)
+    most = sum(max(function["weight"], 0.0) for function in functions)
+    if functions and is_built_in and most < 1 - 1e-9 and config["evaluation"]["every"]:
+        yield (
+            f"evaluation.functions (reward.functions by default) add up to {most:g} at most, and "
+            "an answer is right at 1; give evaluation.functions weights of their own"
+        )
+    components = [*reward["functions"], *reward["models"]]
+    if _tells_passing(config) and any(part["normalise"] != "none" for part in components):
+        yield (
+            "algorithm.passing_reward tells who passes by the raw reward, and a component of "
+            "reward is normalised; take normalise: none"
+        )
+
+
 def model_name(model: Mapping) -> str:
     """The component that a reward model is: its own name or its folder's."""
-    return model["name"] or Path(model["source"]).name
+    return model["name"] or re.sub(r"[^A-Za-z0-9._-]", "-", Path(model["source"]).name)
 
 
 def _evaluated(evaluation: Mapping) -> Iterator[str]:

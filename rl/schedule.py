@@ -17,7 +17,8 @@ def reference_version(refresh_every: int | None, iteration: int) -> int:
 
 def num_sampled_prompts(rollout: Mapping) -> int:
     """How many prompts an iteration samples, so as to train on `prompts_per_iteration`."""
-    return math.ceil(rollout["prompts_per_iteration"] * rollout["oversampling"])
+    # 100 * 1.1 is a little more than 110 in floating point.
+    return math.ceil(rollout["prompts_per_iteration"] * rollout["oversampling"] - 1e-9)
 
 
 def penalises_reward(config: Mapping) -> bool:

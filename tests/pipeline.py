@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from rl.config import complete
+from rl.conflicts import model_name
 from rl.context import Context
 from rl.mesh import uses_critic
 from rl.schedule import behaviour_version, is_anchored, penalises_reward, reference_version
@@ -70,6 +71,10 @@ class Pipeline:
         self.stage("init_policy", outputs=[("model", "base")])
         outputs = [("train", "train.parquet"), ("heldout", "heldout.parquet")]
         self.stage("prepare_prompts", outputs=outputs)
+        for model in self.config["reward"]["models"]:
+            outputs = [("model", f"models/{model_name(model)}")]
+            source = {"source": model["source"], "dtype": model["dtype"]}
+            self.stage("init_value_model", outputs=outputs, **source)
         self.stage("start_policy", 0, [("base", "base")], [("policy", "0/policy")])
         if uses_critic(self.config):
             self.stage(
@@ -83,12 +88,9 @@ class Pipeline:
 
     def sample(self, n: int) -> None:
         """Rollouts, rewards, log-probabilities and advantages of iteration n."""
-        behaviour = behaviour_version(self.config["lag"], n)
-        weights, rollouts = f"{behaviour}/weights", ("rollouts", f"{n}/rollouts.parquet")
-        inputs = [("weights", weights), ("base", "base"), ("prompts", "train.parquet")]
-        self.stage("generate_rollouts", n, inputs, [rollouts])
-        rewards = ("rewards", f"{n}/rewards.parquet")
-        self.stage("score_rewards", n, [rollouts], [rewards])
+        rollouts = ("rollouts", f"{n}/rollouts.parquet")
+        self.generate(n)
+        self.score(n)
         if self.config["algorithm"]["kl"]["coefficient"]:
             outputs = [("reference", f"{n}/reference.parquet")]
             inputs = [rollouts, ("base", "base")]
@@ -103,6 +105,24 @@ class Pipeline:
             inputs = [rollouts, ("critic", f"{n - 1}/critic"), ("trunk", "base")]
             self.stage("critic_values", n, inputs, [("values", f"{n}/values.parquet")])
         self.advantages(n)
+
+    def generate(self, n: int) -> None:
+        weights = f"{behaviour_version(self.config['lag'], n)}/weights"
+        inputs = [("weights", weights), ("base", "base"), ("prompts", "train.parquet")]
+        self.stage("generate_rollouts", n, inputs, [("rollouts", f"{n}/rollouts.parquet")])
+
+    def score(self, n: int) -> None:
+        if self.config["reward"]["models"]:
+            self.score_with_models(n)
+        inputs = self.tables(n, "rollouts", "model_scores")
+        self.stage("score_rewards", n, inputs, [("rewards", f"{n}/rewards.parquet")])
+
+    def score_with_models(self, n: int) -> None:
+        names = [model_name(model) for model in self.config["reward"]["models"]]
+        inputs = [("rollouts", f"{n}/rollouts.parquet"), ("prompts", "train.parquet")]
+        inputs += [(f"model.{name}", f"models/{name}") for name in names]
+        outputs = [("model_scores", f"{n}/model_scores.parquet")]
+        self.stage("score_with_models", n, inputs, outputs, names=names)
 
     def advantages(self, n: int) -> None:
         names = ["rollouts", "rewards", *(["values"] * uses_critic(self.config))]

@@ -18,9 +18,10 @@ def plain_logits(config, lora, parameters, tokens):
         gated = gate / (1 + np.exp(-gate)) * up
         x = x + _linear(lora, weights, f"{at}.mlp.down_proj", gated)
     x = _norm(config, x, weights["norm.scale"])
-    if config.tie_word_embeddings:
-        return x @ weights["embed_tokens.embedding"].T
-    return x @ weights["lm_head.kernel"]
+    is_tied = config.tie_word_embeddings
+    logits = x @ (weights["embed_tokens.embedding"].T if is_tied else weights["lm_head.kernel"])
+    cap = config.final_logit_softcapping
+    return logits if cap is None else cap * np.tanh(logits / cap)
 
 
 def plain_scores(config, lora, parameters, prompt, completion, temperature):

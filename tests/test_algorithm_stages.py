@@ -1,12 +1,20 @@
 """Stages of a critic, a KL in the reward, dynamic sampling, shaping and a refreshed reference."""
 
 import gc
+import shutil
 
 import jax
 import numpy as np
 import pytest
 
-from rl.artifacts import read_json, read_table
+from rl.artifacts import (
+    Publisher,
+    make_table,
+    read_json,
+    read_table,
+    table_provenance,
+    write_table,
+)
 from rl.errors import MeshdialError
 from rl.memory import Memory
 from rl.models.transformer import VALUE_HEAD
@@ -14,7 +22,7 @@ from rl.stage_table import stage_config
 from rl.stages.request import Request
 from rl.sync import load_base, load_critic, load_policy
 
-from .pipeline import Pipeline
+from .pipeline import Pipeline, merged
 
 PPO = {"algorithm": {"preset": "ppo", "kl": {"coefficient": 0.1}}}
 
@@ -99,13 +107,92 @@ def test_the_critic_learns_what_to_expect(ppo):
     assert 0 < np.mean(later) < 1  # rewards are 0 or 1
 
 
-def test_values_of_another_critic_fail_the_checks(ppo):
-    paths = {name: f"2/{name}.parquet" for name in ("rollouts", "rewards", "advantages")}
-    inputs = [*paths.items(), ("values", "1/values.parquet"), ("policy", "2/policy")]
-    inputs += [("critic", "2/critic"), ("critic_figures", "2/critic_update.json")]
-    inputs += [("figures", "2/update.json")]
-    with pytest.raises(MeshdialError, match="samples are missing"):
-        ppo.stage("check_iteration", 2, inputs, [("checks", "2/other.json")])
+def copy_of(pipeline, folder):
+    shutil.copytree(pipeline.folder, folder)
+    copied = Pipeline(folder)
+    copied.config = pipeline.config
+    return copied
+
+
+def test_values_of_another_critic_fail_the_checks(ppo, tmp_path):
+    copied = copy_of(ppo, tmp_path / "run")
+    inputs = [("rollouts", "2/rollouts.parquet"), ("critic", "0/critic"), ("trunk", "base")]
+    copied.stage("critic_values", 1, inputs, [("values", "2/values.parquet")])
+    copied.advantages(2)
+    copied.learn(2)
+    with pytest.raises(
+        MeshdialError, match=r"values.parquet was made from critic with the content"
+    ):
+        copied.check(2)
+
+
+def test_advantages_of_another_reference_fail_the_checks(ppo, tmp_path):
+    copied = copy_of(ppo, tmp_path / "run")
+    inputs = [("rollouts", "2/rollouts.parquet"), ("base", "base"), ("policy", "1/policy")]
+    copied.config = merged(copied.config, {"reference": {"refresh_every": 1}})
+    copied.stage("reference_logprobs", 2, inputs, [("reference", "2/reference.parquet")])
+    copied.stage(
+        "policy_logprobs",
+        3,
+        [*inputs[:2], ("policy", "2/policy")],
+        [("policy_logprobs", "2/policy_logprobs.parquet")],
+    )
+    with pytest.raises(MeshdialError, match=r"advantages.parquet was made from"):
+        copied.check(2)
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_a_completion_that_was_not_scored_costs_a_critic_that_sample(tmp_path, updates):
+    """Of the first group none is scored, with two updates a batch: an update without a return."""
+    pipeline = Pipeline(
+        tmp_path,
+        **PPO,
+        reward={"functions": [{"function": "tests.failing_reward:sometimes"}]},
+        learner={"updates_per_batch": updates},
+    )
+    pipeline.start()
+    pipeline.sample(1)
+    first = table(pipeline, 1, "rewards")[0]["sample_id"].rpartition("-")[0]
+
+    def lost(row):
+        return {"reward": None, "scored_ok": False, "failure": "lost"} if updates == 2 else {}
+
+    rows = [
+        row | (lost(row) if row["sample_id"].startswith(first) else {})
+        for row in table(pipeline, 1, "rewards")
+    ]
+    rewrite(pipeline, "1/rewards.parquet", "rewards", rows)
+    pipeline.advantages(1)
+    pipeline.learn(1)
+    returns = [row["returns"] for row in table(pipeline, 1, "advantages")]
+    assert None in returns
+    figures = read_json(pipeline.path("1/critic_update.json"))
+    assert figures["num_tokens"] == sum(len(values) for values in returns if values is not None)
+    assert figures["value_loss"] > 0
+
+
+def test_a_critic_of_which_no_completion_was_scored_stays_and_the_gate_says_why(tmp_path):
+    pipeline = Pipeline(tmp_path, **PPO)
+    pipeline.start()
+    pipeline.sample(1)
+    lost = {"reward": None, "scored_ok": False, "failure": "lost"}
+    rows = [row | lost for row in table(pipeline, 1, "rewards")]
+    rewrite(pipeline, "1/rewards.parquet", "rewards", rows)
+    pipeline.advantages(1)
+    pipeline.learn(1)
+    manifests = [read_json(pipeline.path(f"{n}/critic/manifest.json")) for n in (0, 1)]
+    assert len({manifest["parameters_content_id"] for manifest in manifests}) == 1
+    with pytest.raises(MeshdialError, match="100% of the completions could not be scored"):
+        pipeline.check(1)
+
+
+def rewrite(pipeline, path, kind, rows):
+    path = pipeline.path(path)
+    provenance = {
+        k: v for k, v in table_provenance(path).items() if k not in ("kind", "content_id")
+    }
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    write_table(Publisher(), path, kind, make_table(kind, columns), provenance)
 
 
 def test_a_critic_under_an_adapter_shares_the_actors_frozen_trunk(tmp_path):

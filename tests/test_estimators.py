@@ -132,3 +132,55 @@ def test_gae_of_exact_values_is_nothing(rewards, gamma, lam):
         to_go[t] = rewards[t] + gamma * to_go[t + 1]
     found = generalised_advantages(rewards, to_go[:5], gamma, lam)
     np.testing.assert_allclose(found, 0, atol=1e-12)
+
+
+ALL = ["group_zscore", "group_mean", "leave_one_out", "global_zscore", "gae"]
+sample = st.tuples(
+    st.sampled_from([0, 1, 2]),  # reward
+    st.booleans(),  # whether it counts
+    st.sampled_from("ab"),  # group
+    st.lists(st.booleans(), min_size=1, max_size=4),  # mask
+)
+
+
+def drawn(samples, elsewhere, uncounted):
+    """Their sequences; `elsewhere` stands outside the masks, `uncounted` where no reward counts."""
+    rewards, counts, groups, masks = zip(*samples, strict=True)
+    inside = [np.arange(1.0, 1 + len(mask)) / 8 for mask in masks]
+    lists = [np.where(mask, x, elsewhere) for x, mask in zip(inside, masks, strict=True)]
+    rewards = [r if c else uncounted for r, c in zip(rewards, counts, strict=True)]
+    return sequences(rewards, masks, counts, groups, lists, [-x for x in lists])
+
+
+@pytest.mark.parametrize("estimator", ALL)
+@given(st.lists(sample, min_size=1, max_size=6))
+def test_what_is_masked_or_does_not_count_changes_nothing_and_gets_nothing(estimator, samples):
+    clean = estimate(config(estimator), drawn(samples, 0.0, 0.0))
+    dirty = estimate(config(estimator), drawn(samples, np.nan, np.nan))
+    for place, (_, counts, _, mask) in enumerate(samples):
+        found = dirty.advantages[place]
+        np.testing.assert_array_equal(found, clean.advantages[place])
+        assert not found[~(np.array(mask) & counts)].any()
+        if estimator == "gae":
+            assert (dirty.returns[place] is not None) == counts
+            if counts:
+                np.testing.assert_array_equal(dirty.returns[place], clean.returns[place])
+    np.testing.assert_array_equal(dirty.is_degenerate_N, clean.is_degenerate_N)
+
+
+@pytest.mark.parametrize("estimator", ALL)
+def test_whole_numbers_are_rewards_like_their_floats(estimator):
+    masks, groups = [[True, True]] * 4, list("aabb")
+    parts = {"penalties": [[0.125, 0.25]] * 4, "values": [[0.5, 0.75]] * 4}
+    whole = sequences(np.array([0, 3, 1, 2]), masks, groups=groups, **parts)
+    floats = sequences(np.array([0.0, 3.0, 1.0, 2.0]), masks, groups=groups, **parts)
+    found, expected = (estimate(config(estimator), given) for given in (whole, floats))
+    np.testing.assert_array_equal(found.advantages, expected.advantages)
+    assert np.abs(found.advantages).min() > 0.1
+
+
+@pytest.mark.parametrize("estimator", ALL)
+def test_no_sample_that_counts_is_no_signal(estimator):
+    given = sequences([1.0, 2.0], [[True]] * 2, [False] * 2, values=[[1.0], [2.0]])
+    found = estimate(config(estimator), given)
+    np.testing.assert_array_equal(found.advantages, [[0.0], [0.0]])

@@ -70,6 +70,32 @@ def source_for(name):
     return SOURCES[FIGURES[name].source]
 
 
+def test_pass_at_k_is_drawn_beside_accuracy_with_its_interval():
+    rows = [
+        (4, "evaluate_policy", f"pass_at_{k}{of}", value + change)
+        for k, value in ((10, 0.75), (2, 0.5))
+        for of, change in (("", 0.0), ("_low", -0.25), ("_high", 0.125))
+    ]
+    accuracy = [row for row in METRICS.to_pylist() if row["stage"] == "evaluate_policy"]
+    rows += [tuple(row.values())[1:] for row in accuracy]
+    panel = draw("learning_curve", tidy(rows)).axes[0]
+    lines = {line.get_label(): line.get_ydata().tolist() for line in panel.lines}
+    assert [lines[name] for name in ("pass@2", "pass@10")] == [[0.5], [0.75]]
+    assert list(lines).index("pass@2") < list(lines).index("pass@10")
+    bands = [band.get_paths()[0].vertices[:, 1] for band in panel.collections[-2:]]
+    assert [(band.min(), band.max()) for band in bands] == [(0.25, 0.625), (0.5, 0.875)]
+
+
+def test_groups_that_are_trained_on_have_a_line_where_others_are_left_out():
+    stage = "estimate_advantages"
+    rows = [(1, stage, "group_reward_std_mean", 0.5), (1, stage, "degenerate_group_fraction", 0.5)]
+    rows += [(1, stage, "num_groups", 8.0), (1, stage, "num_degenerate_groups_used", 1.0)]
+    shares = draw("reward_spread", tidy([*rows, (1, stage, "num_groups_left_out", 0.0)])).axes[1]
+    assert [line.get_ydata().tolist() for line in shares.lines] == [[0.5]]
+    shares = draw("reward_spread", tidy([*rows, (1, stage, "num_groups_left_out", 4.0)])).axes[1]
+    assert [line.get_ydata().tolist() for line in shares.lines] == [[0.5], [0.25]]
+
+
 def test_learning_curve_shows_accuracy_with_its_interval_and_reward():
     accuracy, reward = draw("learning_curve", METRICS).axes
     assert accuracy.lines[0].get_xydata().tolist() == [[0, 0.25], [4, 0.75]]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl.algorithms.kl import kl_estimate
+from rl.algorithms.kl import kl_estimate, kl_values
 from rl.algorithms.policy_loss import probability_ratio
 
 ESTIMATORS = ["k1", "k2", "k3"]
@@ -35,6 +35,22 @@ def test_values(estimator, expected, transform):
     policy, reference = jnp.log(jnp.array([0.5, 0.25, 0.3])), jnp.log(jnp.array([0.25, 0.5, 0.3]))
     estimate = transform(lambda p, r: kl_estimate(p, r, estimator))(policy, reference)
     np.testing.assert_allclose(estimate, expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [
+        ("k1", [np.log(2), -np.log(2), np.nan]),
+        ("k2", [np.log(2) ** 2 / 2, np.log(2) ** 2 / 2, np.nan]),
+        ("k3", [np.log(2) - 0.5, 1 - np.log(2), np.nan]),
+    ],
+)
+def test_values_for_a_penalty_in_the_reward(estimator, expected):
+    policy, reference = np.log([0.5, 0.25, 1.0]), np.log([0.25, 0.5, 1.0])
+    policy[2] = np.nan  # outside a mask
+    found = kl_values(policy.astype(np.float32), reference, estimator)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    assert found.dtype == np.float64
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -98,3 +114,5 @@ def test_an_absurd_difference_stays_finite():
 def test_an_unknown_estimator_is_refused():
     with pytest.raises(ValueError, match="k4"):
         kl_estimate(jnp.zeros(1), jnp.zeros(1), "k4")
+    with pytest.raises(ValueError, match="k4"):
+        kl_values(np.zeros(1), np.zeros(1), "k4")

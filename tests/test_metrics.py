@@ -151,7 +151,8 @@ def test_group_figures(tmp_path):
         "num_degenerate_groups": 1,
         "degenerate_group_fraction": pytest.approx(1 / 3),
         "group_reward_std_mean": pytest.approx((0.5 + 0 + 1.5) / 3),
-        "num_groups_used": 2,
+        "num_groups_left_out": 1,
+        "num_degenerate_groups_used": 0,
         "shaped_reward_mean": pytest.approx(5.5 / 6),
     }
 

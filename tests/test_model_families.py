@@ -19,12 +19,14 @@ from rl.errors import MeshdialError
 from rl.learner import pack, score_batch
 from rl.models.config_file import read_model_config, write_model_config
 from rl.models.families import hf_name, is_transposed, read_model, write_model
+from rl.models.packed import Packed
+from rl.models.scoring import completion_hidden, completion_logprobs
 from rl.models.spec import LoraConfig, ModelSpec
-from rl.models.transformer import init_lora, parameter_shapes
+from rl.models.transformer import init_lora, network, parameter_shapes
 from rl.rollout.sampler import EngineConfig, generate
 from rl.rollout.sampling import SamplingConfig
 
-from .reference.family_weights import LENGTHS, TOKENS, weights
+from .reference.family_weights import LENGTHS, PLACES, PROMPT, TOKENS, probe, weights
 
 NUMBERS = json.loads(
     (Path(__file__).parent / "reference" / "family_numbers.json").read_text(encoding="utf-8")
@@ -55,25 +57,42 @@ def loaded(folder: Path, head="lm"):
     return ModelSpec(config, head=head), {k: jnp.asarray(v) for k, v in parameters.items()}
 
 
-def logprobs_of(spec, parameters, trainable=None, budget=500):
-    """Of TOKENS after the first, from the packed path."""
-    batch = pack(
-        group_ids=[0],
-        prompt_tokens=[TOKENS[:1]],
-        completion_tokens=[TOKENS[1:]],
-        temperature=1.0,
-    )
-    return score_batch(spec, trainable or {}, parameters, batch, budget)[0, 0]
+def packed() -> Packed:
+    """TOKENS, cut behind the prompt; the last one's target is a dummy."""
+    fed, targets = TOKENS[PROMPT - 1 :], [*TOKENS[PROMPT:], 0]
+    positions = np.arange(PROMPT - 1, len(TOKENS))
+    prompts, lengths = jnp.array([TOKENS[: PROMPT - 1]]), jnp.array([PROMPT - 1])
+    bins = (jnp.array(x, jnp.int32)[None, None] for x in (fed, targets, positions, 0 * positions))
+    return Packed(prompts, lengths, *bins)
 
 
 @families
 def test_logits_are_those_of_transformers(tmp_path, family):
     spec, parameters = loaded(folder_of(tmp_path / "m", family))
-    found = logprobs_of(spec, parameters)
-    for place, logits in zip((0, 4, 12, 19), NUMBERS[family]["logits"], strict=True):
-        if place < len(found):
-            expected = jax.nn.log_softmax(jnp.array(logits))[TOKENS[place + 1]]
-            np.testing.assert_allclose(found[place], expected, rtol=2e-4, atol=2e-4)
+    hidden_PBTD = completion_hidden(spec, {}, parameters, packed())
+    found = network(spec, {}, parameters).logits(hidden_PBTD[0, 0])
+    places = np.array(PLACES) - (PROMPT - 1)
+    np.testing.assert_allclose(found[places], NUMBERS[family]["logits"], rtol=1e-4, atol=1e-4)
+
+
+@families
+def test_gradients_are_those_of_transformers(tmp_path, family):
+    spec, parameters = loaded(folder_of(tmp_path / "m", family))
+
+    @jax.jit
+    @jax.grad
+    def gradient_of(trainable):
+        logprobs, _ = completion_logprobs(spec, trainable, {}, packed(), 1.0)
+        return logprobs[0, 0, :-1].mean()
+
+    found = {}
+    for name, gradient in gradient_of(parameters).items():
+        along = probe(family, hf_name(name), gradient.shape[:: -1 if is_transposed(name) else 1])
+        found[hf_name(name)] = (gradient * (along.T if is_transposed(name) else along)).sum()
+    expected = NUMBERS[family]["gradients"]
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-3, atol=1e-4, err_msg=name)
 
 
 @families
@@ -108,39 +127,55 @@ class NoText:
         return ""
 
 
-@families
-def test_the_rollout_engine_agrees_with_the_scorer(tmp_path, family):
-    spec, parameters = loaded(folder_of(tmp_path / "m", family))
+PROMPTS = [TOKENS[:9], TOKENS[4:6]]
+
+
+def samples_of(spec, trainable, parameters):
+    """Three completions of each of PROMPTS, in order."""
     sampling = SamplingConfig(temperature=1.0, max_tokens=12, eos_ids=())
-    prompts = [TOKENS[:9], TOKENS[4:6]]
     groups = generate(
-        *(spec, {}, parameters, NoText(), prompts, (0, 1, range(2)), 3, sampling),
+        *(spec, trainable, parameters, NoText(), PROMPTS, (0, 1, range(2)), 3, sampling),
         EngineConfig(max_rows=4, page_size=8),
     )
-    samples = [sample for group in groups for sample in group]
+    return [sample for group in groups for sample in group]
+
+
+def scores_of(spec, trainable, parameters, samples):
+    """Log-probability of each token of each sample, from the packed path."""
     batch = pack(
         group_ids=[0, 0, 0, 1, 1, 1],
-        prompt_tokens=[prompts[0]] * 3 + [prompts[1]] * 3,
+        prompt_tokens=[PROMPTS[0]] * 3 + [PROMPTS[1]] * 3,
         completion_tokens=[sample.tokens for sample in samples],
         temperature=1.0,
     )
-    scores = score_batch(spec, {}, parameters, batch, 60).reshape(6, -1)
+    return score_batch(spec, trainable, parameters, batch, 60).reshape(6, -1)
+
+
+@families
+def test_the_rollout_engine_agrees_with_the_scorer(tmp_path, family):
+    spec, parameters = loaded(folder_of(tmp_path / "m", family))
+    samples = samples_of(spec, {}, parameters)
+    scores = scores_of(spec, {}, parameters, samples)
     for sample, score in zip(samples, scores, strict=True):
         np.testing.assert_allclose(sample.logprobs, score, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
 def test_sharded_and_with_an_adapter(tmp_path, family):
-    spec, parameters = loaded(folder_of(tmp_path / "m", family))
-    lora = ModelSpec(spec.config, LoraConfig(2, 4.0, ("q_proj", "o_proj", "down_proj")))
-    adapter = {name: value + 0.05 for name, value in init_lora(lora, 0).items()}
-    plain = logprobs_of(spec, parameters)
-    whole = logprobs_of(lora, parameters, adapter)
-    assert np.abs(whole - plain).max() > 0.01
+    """Rollouts and scores of a mesh are those of one device, and the adapter has a part in them."""
+    plain, parameters = loaded(folder_of(tmp_path / "m", family))
+    spec = ModelSpec(plain.config, LoraConfig(2, 4.0, ("q_proj", "o_proj", "down_proj")))
+    adapter = {name: value + 0.05 for name, value in init_lora(spec, 0).items()}
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(1, 2, 2), sharding.AXES)
     with sharding.on(mesh):
-        split = logprobs_of(lora, sharding.placed(parameters), sharding.placed(adapter))
-    np.testing.assert_allclose(split, whole, rtol=1e-4, atol=1e-4)
+        split = sharding.placed(adapter), sharding.placed(parameters)
+        samples = samples_of(spec, *split)
+        split_scores = scores_of(spec, *split, samples)
+    scores = scores_of(spec, adapter, parameters, samples)
+    np.testing.assert_allclose(split_scores, scores, rtol=1e-4, atol=1e-4)
+    for sample, score in zip(samples, scores, strict=True):
+        np.testing.assert_allclose(sample.logprobs, score, rtol=1e-4, atol=1e-4)
+    assert np.abs(scores_of(plain, {}, parameters, samples) - scores).max() > 0.01
 
 
 @pytest.mark.parametrize(
@@ -153,6 +188,8 @@ def test_sharded_and_with_an_adapter(tmp_path, family):
             "rope_parameters is of type 'linear'",
         ),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({"layer_types": ["full_attention"] * 2}, "layer_types has 2 entries, expected .* 3 layer"),
+        ({"layer_types": ["full_attention", "chunked", "x"]}, "layer_types has 'chunked'"),
     ],
 )
 def test_what_is_not_computed_is_refused(changes, message):
@@ -168,3 +205,29 @@ def test_a_classifier_of_several_labels_and_a_model_of_another_head_are_refused(
     (folder / "config.json").write_text(json.dumps(values))
     with pytest.raises(MeshdialError, match=r"config.json: .* has 2 labels .* expected 1"):
         read_model(folder, "value")
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "window", "layer_types"),
+    [
+        ("qwen2", {}, None, None),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 2}, 4096, "ffss"),
+        ("gemma2", {"sliding_window": 7}, 7, "sfsf"),
+        ("gemma3_text", {"sliding_window_pattern": 3}, 4096, "ssfs"),
+    ],
+)
+def test_which_layers_slide_where_a_config_does_not_list_them(kind, more, window, layer_types):
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
+    sizes = dict.fromkeys(names, 8) | {"num_hidden_layers": 4, "head_dim": 2}
+    config = read_model_config({"model_type": kind, **sizes, **more})
+    words = {"f": "full_attention", "s": "sliding_attention"}
+    assert config.sliding_window == window
+    assert config.layer_types == (layer_types and tuple(words[letter] for letter in layer_types))
+    assert read_model_config(write_model_config(config)) == config
+
+
+def test_gelu_means_its_approximation_in_the_first_gemma_alone():
+    config = NUMBERS["gemma"]["config"] | {"hidden_act": "gelu"}
+    assert read_model_config(config).hidden_act == "gelu_pytorch_tanh"
+    with pytest.raises(MeshdialError, match="hidden_activation is 'gelu', supported is 'gelu_py"):
+        read_model_config(NUMBERS["gemma2"]["config"] | {"hidden_activation": "gelu"})

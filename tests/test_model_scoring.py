@@ -13,7 +13,12 @@ from rl.models.families import write_model
 from rl.models.scratch import scratch_model
 from rl.models.spec import ModelSpec
 from rl.models.tokenizer import Tokenizer
-from rl.rewards.model_scoring import model_scores, score_sequences, sequence_tokens
+from rl.rewards.model_scoring import (
+    model_scores,
+    pack_sequences,
+    score_sequences,
+    sequence_tokens,
+)
 
 from .reference.family_weights import LENGTHS, TOKENS
 from .test_model_families import NUMBERS, families, folder_of, loaded
@@ -104,6 +109,35 @@ def test_an_empty_completion_has_the_score_of_its_prompt(model):
         np.testing.assert_allclose(score.value, alone(model, model[2].encode(text)), rtol=1e-5)
 
 
+def test_the_same_text_twice_in_a_group_has_the_same_score_to_the_last_bit(model):
+    """Or a group of equal completions would have a spread, and advantages."""
+    rows = [("12>", "3"), ("12>", "5" * 40), ("12>", "3"), ("12>", "4" * 40), ("12>", "3")]
+    values = [score.value for score in scores_of(model, rollouts_of(*rows))]
+    assert values[0] == values[2] == values[4]
+    assert len(set(values)) == 3
+
+
+@pytest.mark.parametrize("groups", [[0] * 5, [0, 0, 1, 1, 1], range(5)])
+def test_sequences_of_one_token_and_groups_that_begin_differently(model, groups):
+    sequences = [[3], [4], [3, 4], [4, 3, 3], [3, 4, 5]]
+    expected = [alone(model, tokens) for tokens in sequences]
+    assert len({round(value, 4) for value in expected}) == 5
+    for budget in (1, 4096):
+        found = score_sequences(*model[:2], sequences, groups, budget)
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_sequences_lie_in_a_batch_with_their_weight_at_the_last_token():
+    batch, keys = pack_sequences([[1, 2, 3], [1, 2], [5], [6]], "aabb", [1.0, -1.0, 2.0, 3.0])
+    assert [key[0] for key in keys] == list("aabb")
+    assert keys[0] == keys[1] and keys[2] != keys[3]
+    assert batch.prompt_tokens_PT.tolist() == [[1, 2], [5, 0], [6, 0]]
+    assert batch.completion_lengths_PG.tolist() == [[2, 1], [1, 0], [1, 0]]
+    assert batch.completion_tokens_PGT[0].tolist() == [[3, 0], [0, 0]]
+    expected = [[[0, 1], [-1, 0]], [[2, 0], [0, 0]], [[3, 0], [0, 0]]]
+    assert batch.advantages_PGT.tolist() == expected
+
+
 def test_what_cannot_be_read_has_no_score_and_says_why(model):
     rows = [("1>", "2"), ("1>", "2" * 95), ("1>", "2" * 94), ("1>", "x"), ("", "")]
     scores = scores_of(model, rollouts_of(*rows))
@@ -172,3 +206,11 @@ def test_a_rollout_of_another_table_is_refused(model):
     rollouts = rollouts_of(("1>", "2"))
     with pytest.raises(MeshdialError, match="have a prompt '1>', which is not in their table"):
         model_scores(*model, rollouts, prompts_of(rollouts_of(("3>", "2"))), 64)
+
+
+def test_the_same_completion_has_the_same_score_to_the_last_bit_in_a_group(model):
+    """Else a group whose samples are all the same would have a spread of rounding errors."""
+    rows = [("1>", text) for text in ("23456", "7", "23456", "89", "7", "23456")]
+    scores = [score.value for score in scores_of(model, rollouts_of(*rows), budget=1)]
+    assert scores[0] == scores[2] == scores[5] and scores[1] == scores[4]
+    assert len(set(scores)) == 3

@@ -257,13 +257,17 @@ def test_columns_are_aligned():
     assert aligned(rows) == "mesh        peak\ntrain 4     1 GB\na note\nd        12.5 GB"
 
 
-def test_what_is_not_foreseen_is_said(tmp_path, capsys):
+def test_what_the_other_roles_cost_is_printed(tmp_path, capsys):
     path = tmp_path / "ppo.yaml"
     path.write_text("run: ppo\nalgorithm: {preset: ppo}\nlearner: {epochs: 2}\n")
-    notes = planned(capsys, "--model", saved(tmp_path, TINY), config=path)["notes"]
-    assert any("the critic and its mesh are not counted" in note for note in notes)
-    assert any("learner.epochs = 2" in note for note in notes)
+    model = ("--model", saved(tmp_path, TINY))
+    assert main(["plan", "--configfile", str(path), *model]) == 0
+    output = capsys.readouterr().out
+    assert "critic  406 k parameters" in output and ", 2 epochs, cache" in output
+    for words in ("values", "critic's one of"):
+        assert words in output.split("Stages at their bound")[1]
     path.write_text("run: dapo\nalgorithm: {preset: dapo}\n")
-    notes = planned(capsys, "--model", saved(tmp_path, TINY), config=path)["notes"]
-    assert any("24 are sampled" in note for note in notes)
-    assert not any("critic" in note for note in notes)
+    assert main(["plan", "--configfile", str(path), *model]) == 0
+    output = capsys.readouterr().out
+    assert "24 prompts (8 of them trained on) x 8 completions" in output
+    assert "critic" not in output.split("Seconds per iteration")[0]

@@ -144,15 +144,10 @@ def test_weights_are_gathered_once_a_dispatch():
 # Iterations
 
 
-def stages(export=1.0, sync=2.0, rollouts=10.0, reference=3.0, policy=0.0, update=8.0):
-    return {
-        "export": export,
-        "sync": sync,
-        "rollouts": rollouts,
-        "reference": reference,
-        "policy": policy,
-        "update": update,
-    }
+def stages(export=1.0, sync=2.0, rollouts=10.0, reference=3.0, update=8.0, **more):
+    given = {"export": export, "sync": sync, "rollouts": rollouts, "reference": reference}
+    nothing = dict.fromkeys(("policy", "values", "models", "critic"), 0.0)
+    return given | nothing | {"update": update} | more
 
 
 def test_on_one_mesh_an_iteration_is_the_sum_of_its_stages_whatever_the_lag():

@@ -157,9 +157,11 @@ def test_what_is_not_trained_on_may_be_nan(level):
     def total(policy):
         return importance_ratio(policy, proximal, level, IS_TRAINED, SEGMENTS).sum()
 
-    ratio, gradient = jax.value_and_grad(total)(jnp.full((1, 6), -1.0))
-    assert ratio == 6.0
-    np.testing.assert_allclose(gradient, jnp.where(IS_TRAINED, 1.0, 0.0), rtol=1e-6)
+    for elsewhere in (-1.0, jnp.nan):
+        policy = jnp.where(IS_TRAINED, -1.0, elsewhere)
+        ratio, gradient = jax.value_and_grad(total)(policy)
+        assert ratio == 6.0
+        np.testing.assert_allclose(gradient, jnp.where(IS_TRAINED, 1.0, 0.0), rtol=1e-6)
 
 
 @settings(deadline=None)
@@ -167,6 +169,86 @@ def test_what_is_not_trained_on_may_be_nan(level):
 def test_on_policy_the_ratio_of_a_sequence_is_exactly_one(logprobs):
     logprobs = jnp.array([logprobs], jnp.float32)
     np.testing.assert_array_equal(by_sequence(logprobs, logprobs), 1.0)
+
+
+def test_the_mean_over_a_sequence_asks_for_all_bits():
+    """An accelerator's default would round log-ratios by more than GSPO's bounds."""
+    program = jax.make_jaxpr(lambda policy: by_sequence(policy, jnp.zeros((1, 6))))(
+        jnp.ones((1, 6))
+    )
+    products = [e for e in program.eqns if e.primitive.name == "dot_general"]
+    for product in products:
+        assert set(product.params["precision"]) == {jax.lax.Precision.HIGHEST}
+    assert products
+
+
+# Two prompts with two bins of six places. Both bins of a prompt number its sequences, and prompts
+# share the numbers.
+BINS = np.array(
+    [[[0, 0, 2, 2, 2, -1], [1, 1, 1, 1, -1, -1]], [[0, 0, 0, 0, 0, 0], [2, 1, 1, 1, 1, -1]]]
+)
+
+
+def drawn_bins():
+    draw = np.random.RandomState(3)
+    is_trained = (BINS >= 0) & (draw.rand(*BINS.shape) > 0.2)
+    policy, shift, advantages = draw.standard_normal((3, *BINS.shape)).astype(np.float32)
+    by_member = np.take_along_axis(advantages.reshape(2, -1), BINS.reshape(2, -1) % 3, axis=1)
+    return policy, policy - 0.2 * shift, by_member.reshape(BINS.shape), is_trained
+
+
+def plain_gspo(policy, proximal, advantages, is_trained):
+    """GSPO's equation 5 a sequence at a time, without the mean over sequences."""
+    total = 0.0
+    for prompt in range(2):
+        for member in range(3):
+            places = np.nonzero((BINS[prompt] == member) & is_trained[prompt])
+            d = policy[prompt][places] - proximal[prompt][places]
+            ratio, advantage = jnp.exp(jnp.sum(d) / len(d)), advantages[prompt][places][0]
+            total -= jnp.minimum(ratio * advantage, jnp.clip(ratio, 0.95, 1.08) * advantage)
+    return total
+
+
+def packed_gspo(policy, proximal, advantages, is_trained, segments, num_mates):
+    ratio = importance_ratio(policy, proximal, "sequence", is_trained, segments)
+    loss, is_clipped = clipped_loss("ppo", ratio, policy, advantages, 0.05, 0.08, 3.0)
+    return jnp.sum(jnp.where(is_trained, loss / num_mates, 0.0)), is_clipped & is_trained
+
+
+def test_packed_gspo_has_the_loss_and_gradient_of_the_formula_also_mapped_over_devices():
+    policy, proximal, advantages, is_trained = drawn_bins()
+    mates = (BINS[..., :, None] == BINS[..., None, :]) & is_trained[..., None, :]
+    given = proximal, advantages, is_trained, BINS, np.maximum(mates.sum(axis=-1), 1)
+    expected, expected_gradient = jax.value_and_grad(plain_gspo)(
+        policy, proximal, advantages, is_trained
+    )
+    differentiate = jax.value_and_grad(packed_gspo, has_aux=True)
+    (loss, is_clipped), gradient = jax.jit(differentiate)(policy, *given)
+    assert 0 < is_clipped.sum() < is_trained.sum()
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-4, atol=1e-6)
+
+    mesh = jax.make_mesh((2,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
+    sharded = jax.device_put((policy, *given), place)
+    (losses, _), mapped = jax.jit(jax.vmap(differentiate, spmd_axis_name="rows"))(*sharded)
+    np.testing.assert_allclose(losses.sum(), expected, rtol=1e-5)
+    np.testing.assert_allclose(mapped, expected_gradient, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("kind", ["ppo", "dual", "cispo", "none"])
+def test_no_advantage_is_no_loss_and_no_gradient(kind, level):
+    """As equal rewards have it, whatever the ratio is."""
+    policy, proximal, _, is_trained = drawn_bins()
+
+    def total(policy):
+        ratio = importance_ratio(policy, proximal, level, is_trained, BINS)
+        return clipped_loss(kind, ratio, policy, jnp.zeros(BINS.shape), 0.2, 0.3, 3.0)[0].sum()
+
+    loss, gradient = jax.value_and_grad(total)(policy)
+    assert loss == 0
+    np.testing.assert_array_equal(gradient, 0.0)
 
 
 # Two sequences of three tokens; the last of the second is masked, and holds nothing to read.

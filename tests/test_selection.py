@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rl.algorithms.selection import select_groups
 from rl.algorithms.shaping import length_penalty, overlong_penalty
@@ -51,6 +53,31 @@ def test_what_was_not_scored_is_no_spread():
     counted[2] = False  # the 0 of group a
     found = select_groups(REWARDS, GROUPS, counted, 1, needs_spread=True)
     assert used(found) == "b"
+
+
+@given(
+    st.lists(
+        st.lists(st.sampled_from([0, 1, None]), min_size=2, max_size=2), min_size=1, max_size=6
+    ),
+    st.integers(1, 6),
+    st.booleans(),
+)
+def test_a_batch_has_as_many_groups_as_wanted(groups, num_wanted, needs_spread):
+    num_wanted = min(num_wanted, len(groups))
+    rewards = np.array([np.nan if r is None else r for group in groups for r in group])
+    ids = np.repeat(np.arange(len(groups))[::-1], 2)
+    found = select_groups(rewards, ids, ~np.isnan(rewards), num_wanted, needs_spread=needs_spread)
+    assert found.is_used_N.sum() == 2 * num_wanted
+    assert found.is_silenced_N.sum() == 2 * found.num_filled
+    assert not (found.is_silenced_N & ~found.is_used_N).any()
+    with_signal = [set(group) == {0, 1} for group in groups]
+    if needs_spread:
+        expected = np.flatnonzero(with_signal)[:num_wanted]
+        trained = (found.is_used_N & ~found.is_silenced_N)[::2]
+        np.testing.assert_array_equal(np.flatnonzero(trained), expected)
+        assert found.num_eligible == sum(with_signal)
+    else:
+        np.testing.assert_array_equal(np.flatnonzero(found.is_used_N[::2]), range(num_wanted))
 
 
 def test_too_few_groups_are_refused():

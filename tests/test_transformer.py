@@ -52,6 +52,7 @@ SLIDING = replace(
     sliding_window=3,
     layer_types=("sliding_attention", "full_attention"),
     attn_logit_softcapping=2.0,
+    final_logit_softcapping=3.0,
 )
 SPECS = {
     "tied": ModelSpec(TIED),
@@ -253,6 +254,33 @@ def test_scoring_in_chunks_gives_the_same_scores(monkeypatch):
     rows = (prompts, PROMPT_LENGTHS, completions, COMPLETION_LENGTHS, 0.7)
     scores = jax.jit(lambda *rows: completion_logprobs(spec, trainable, frozen, *rows))(*rows)
     np.testing.assert_allclose(scores, expected_scores("tied", 0.7), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("max_logits", [2**20, 4 * 11], ids=["whole", "in chunks"])
+@pytest.mark.parametrize("width_axis", [0, 1])
+def test_the_gradient_under_a_soft_cap_is_that_of_the_formula(monkeypatch, width_axis, max_logits):
+    monkeypatch.setattr(token_scores, "MAX_LOGITS", max_logits)
+    rng = np.random.default_rng(3)
+    hidden_ND, kernel_DV = (rng.normal(size=shape).astype("f4") for shape in ((9, 6), (6, 11)))
+    targets_N, weights_N = rng.integers(0, 11, 9), rng.normal(size=(2, 9)).astype("f4")
+
+    def formula(hidden_ND, kernel_DV):
+        logprobs_NV = jax.nn.log_softmax(2.0 * jnp.tanh(hidden_ND @ kernel_DV / 2.0) / 0.7)
+        entropy_N = -(jnp.exp(logprobs_NV) * logprobs_NV).sum(axis=1)
+        return (
+            weights_N[0] * logprobs_NV[jnp.arange(9), targets_N] + weights_N[1] * entropy_N
+        ).sum()
+
+    def ours(hidden_ND, kernel_DV):
+        kernel = kernel_DV if width_axis == 0 else kernel_DV.T
+        scores = token_scores.token_scores(
+            width_axis, False, 2.0, hidden_ND, kernel, targets_N, jnp.float32(0.7)
+        )
+        return (weights_N * jnp.stack(scores)).sum()
+
+    found, expected = (jax.grad(f, (0, 1))(hidden_ND, kernel_DV) for f in (ours, formula))
+    for of_found, of_expected in zip(found, expected, strict=True):
+        np.testing.assert_allclose(of_found, of_expected, rtol=1e-4, atol=1e-5)
 
 
 # Packing

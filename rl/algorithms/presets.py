@@ -37,6 +37,8 @@ def _preset(paper, advantage, ratio, clip, aggregation, kl, more=()) -> Preset:
 
 
 _PPO = ("ppo", 0.2, 0.2)
+# Bounds that nothing reads, but for a user who writes another kind.
+_UNCLIPPED = ("none", 0.2, 0.2)
 _KL_LOSS, _KL_REWARD, _NO_KL = ("loss", "k3", True), ("reward", "k1", True), ("loss", "k3", False)
 _ZSCORE = {"estimator": "group_zscore"}
 _GAE = {"estimator": "gae", "gamma": 1.0, "lambda": 0.95, "whiten": True}
@@ -70,7 +72,7 @@ PRESETS: dict[str, Preset] = {
     ),
     "rloo": _preset(
         "Ahmadian et al. 2024, Back to Basics, arXiv:2402.14740",
-        *({"estimator": "leave_one_out"}, "token", ("none", None, 0.0), _BY_SUM, _KL_REWARD),
+        *({"estimator": "leave_one_out"}, "token", _UNCLIPPED, _BY_SUM, _KL_REWARD),
     ),
     "reinforce_pp": _preset(
         "Hu et al. 2025, REINFORCE++, arXiv:2501.03262",

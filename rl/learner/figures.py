@@ -46,7 +46,7 @@ def value_figures(reports: list[dict[str, float]], batch: UpdateBatch) -> dict[s
     """Of a critic: its updates' means, and how well it knew the returns before them.
 
     explained_variance is 1 - Var(return - value) / Var(return) over the trained tokens, 0 where
-    the returns do not vary.
+    the returns do not vary. A batch without a single return has figures of 0.
     """
     mask_PGT = batch.trained_mask()
     values, returns = (
@@ -55,7 +55,7 @@ def value_figures(reports: list[dict[str, float]], batch: UpdateBatch) -> dict[s
     spread = returns.var() if returns.size else 0.0
 
     def mean(name):
-        return math.fsum(report[name] for report in reports) / len(reports)
+        return ratio(math.fsum(report[name] for report in reports), len(reports))
 
     return {
         "value_loss": mean("loss"),
@@ -64,7 +64,7 @@ def value_figures(reports: list[dict[str, float]], batch: UpdateBatch) -> dict[s
             math.fsum(report["weight"] for report in reports),
         ),
         "gradient_norm": mean("gradient_norm"),
-        "learning_rate": reports[-1]["learning_rate"],
+        "learning_rate": reports[-1]["learning_rate"] if reports else 0.0,
         "explained_variance": float(1 - (returns - values).var() / spread) if spread else 0.0,
         "value_mean": float(values.mean()) if values.size else 0.0,
         "return_mean": float(returns.mean()) if returns.size else 0.0,

@@ -123,9 +123,12 @@ def _updates(
     """(trainable, optimizer state, what each update says of itself) after one update a part."""
     reports = []
     for number, part in enumerate(parts, start=1):
+        objective = objective_of(part)
+        if not objective.is_needed_PG.any():
+            continue  # a critic without a single return
         prefixed = _prefixed(progress, f"update {number} of {len(parts)}")
         gradient, sums = sum_gradients(
-            *(spec, trainable, frozen, part, objective_of(part)),
+            *(spec, trainable, frozen, part, objective),
             *(micro_batch_tokens, prefixed, remat),
         )
         if is_applied:

@@ -8,15 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from rl.errors import MeshdialError
-from rl.models.spec import ModelConfig
-
-SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-)
+from rl.models.spec import SIZES, ModelConfig
 
 
 class Family(NamedTuple):
@@ -26,7 +18,10 @@ class Family(NamedTuple):
     name: str
     traits: Mapping[str, Any]
     defaults: Mapping[str, Any]
-    activation: str = "silu"
+
+    @property
+    def activation(self) -> str:
+        return self.traits.get("hidden_act", "silu")
 
 
 _DEFAULTS = {
@@ -37,46 +32,48 @@ _DEFAULTS = {
     "mlp_bias": False,
     "max_position_embeddings": 2048,
 }
-_LONG = {"max_position_embeddings": 32768}
+_QWEN = {"max_position_embeddings": 32768, "sliding_window": 4096}
 _GEMMA = {
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 8192,
+    "head_dim": 256,
+}
+_GEMMA_2 = _GEMMA | {
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+}
+_GEMMA_3 = _GEMMA_2 | {
+    "max_position_embeddings": 131072,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 10000.0,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+}
+_QWEN_2_TRAITS = {"attention_bias": True, "has_output_bias": False}
+_GEMMA_TRAITS = {
     "is_norm_offset": True,
     "is_embedding_scaled": True,
     "hidden_act": "gelu_pytorch_tanh",
 }
-_TIED = {"tie_word_embeddings": True, "max_position_embeddings": 8192}
-_SOFT_CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
-_GELU = "gelu_pytorch_tanh"
+_GEMMA_2_TRAITS = _GEMMA_TRAITS | {"has_post_norms": True}
 
 FAMILIES = {
     "llama": Family("Llama", {}, {}),
     "mistral": Family("Mistral", {}, {"sliding_window": 4096}),
-    "qwen2": Family("Qwen2", {"attention_bias": True, "has_output_bias": False}, _LONG),
-    "qwen3": Family("Qwen3", {"has_qk_norm": True}, _LONG | {"head_dim": 128}),
-    "gemma": Family("Gemma", _GEMMA, _TIED | {"head_dim": 256}, _GELU),
-    "gemma2": Family(
-        "Gemma2",
-        _GEMMA | {"has_post_norms": True},
-        _TIED
-        | _SOFT_CAPS
-        | {"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096},
-        _GELU,
-    ),
-    "gemma3_text": Family(
-        "Gemma3",
-        _GEMMA | {"has_post_norms": True, "has_qk_norm": True},
-        _TIED
-        | {
-            **{"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096},
-            **{"max_position_embeddings": 131072, "rope_theta": 1e6},
-            "rope_local_base_freq": 10000.0,
-        },
-        _GELU,
-    ),
+    "qwen2": Family("Qwen2", _QWEN_2_TRAITS, _QWEN),
+    "qwen3": Family("Qwen3", {"has_qk_norm": True}, _QWEN | {"head_dim": 128}),
+    "gemma": Family("Gemma", _GEMMA_TRAITS, _GEMMA),
+    "gemma2": Family("Gemma2", _GEMMA_2_TRAITS, _GEMMA_2),
+    "gemma3_text": Family("Gemma3", _GEMMA_2_TRAITS | {"has_qk_norm": True}, _GEMMA_3),
 }
 _PERIODS = {"gemma2": 2, "gemma3_text": 6}
 """Of how many layers the last sees everything, where a config.json does not list them."""
 _OPTIONAL = (
-    *("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"),
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "query_pre_attn_scalar",
     "rope_local_base_freq",
 )
 CLASSIFIER = "ForSequenceClassification"
@@ -119,20 +116,17 @@ def write_model_config(config: ModelConfig, head: str = "lm") -> dict[str, Any]:
         values["architectures"] = ["Gemma3TextForSequenceClassification"]
     if family.activation != "silu":
         values["hidden_activation"] = family.activation
-    if config.sliding_window is not None:
-        values["sliding_window"] = config.sliding_window
     if config.layer_types is not None:
         values |= {"layer_types": list(config.layer_types), "use_sliding_window": True}
-    if config.family in _PERIODS:
-        values |= {name: getattr(config, name) for name in _OPTIONAL if known(config, name)}
+    optional = {name: getattr(config, name) for name in (*_OPTIONAL, "sliding_window")}
+    values |= {
+        name: value  # a null says that a family's default does not hold
+        for name, value in optional.items()
+        if value is not None or name in family.defaults
+    }
     if head == "value":
         values |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     return values
-
-
-def known(config: ModelConfig, name: str) -> bool:
-    """Whether the family has this key, or the model a value for it."""
-    return name in FAMILIES[config.family].defaults or getattr(config, name) is not None
 
 
 def head_of(values: Mapping[str, Any]) -> str:
@@ -198,14 +192,7 @@ def _refuse_unknown(kind: str, values: Mapping[str, Any]) -> None:
     if kind not in FAMILIES:
         names = ", ".join(FAMILIES)
         raise MeshdialError(f"model config: model_type is {kind!r}, supported are {names}")
-    wanted = FAMILIES[kind].activation
-    for key in ("hidden_activation", "hidden_act"):
-        if values.get(key) is not None:
-            if values[key] not in (wanted, *(["gelu"] * (wanted != "silu"))):
-                raise MeshdialError(
-                    f"model config: {key} is {values[key]!r}, supported is {wanted!r}"
-                )
-            break
+    _refuse_activation(kind, values)
     if values.get("use_bidirectional_attention"):
         raise MeshdialError("model config: use_bidirectional_attention is not supported")
     for key in ("rope_scaling", "rope_parameters"):
@@ -216,3 +203,11 @@ def _refuse_unknown(kind: str, values: Mapping[str, Any]) -> None:
                 raise MeshdialError(
                     f"model config: {key} is of type {form!r}, supported is 'default'"
                 )
+
+
+def _refuse_activation(kind: str, values: Mapping[str, Any]) -> None:
+    """Gemma's first checkpoints say gelu and mean its approximation."""
+    key = "hidden_activation" if kind in _PERIODS else "hidden_act"
+    found, wanted = values.get(key), FAMILIES[kind].activation
+    if found not in (None, wanted) and (kind, found) != ("gemma", "gelu"):
+        raise MeshdialError(f"model config: {key} is {found!r}, supported is {wanted!r}")

@@ -59,7 +59,7 @@ def _norm(epsilon: float, x_ND: jax.Array, scale_D: jax.Array) -> jax.Array:
 def _norm_forward(epsilon, x_ND, scale_D):
     x = x_ND.astype(jnp.float32)
     inverse_N1 = jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + epsilon)
-    output_ND = (x * inverse_N1).astype(x_ND.dtype) * scale_D[None, :]
+    output_ND = (x * inverse_N1).astype(scale_D.dtype) * scale_D[None, :]
     return output_ND, (x_ND, inverse_N1, scale_D)
 
 
@@ -236,8 +236,9 @@ class Transformer(nnx.Module):
         return self.lm_head.kernel[...], 0
 
     def values(self, hidden_ND: jax.Array) -> jax.Array:
-        """Float32 values_N of normalised hidden states, of a value head."""
-        return self.score(hidden_ND)[:, 0].astype(jnp.float32)
+        """values_N of normalised hidden states, of a value head; float32 throughout."""
+        kernel_D1 = self.score.kernel[...].astype(jnp.float32)
+        return (hidden_ND.astype(jnp.float32) @ kernel_D1)[:, 0]
 
     def logits(self, hidden_ND: jax.Array) -> jax.Array:
         """Float32 logits_NV of normalised hidden states."""

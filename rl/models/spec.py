@@ -15,13 +15,16 @@ Head = Literal["lm", "value"]
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
-_SIZES = (
+SIZES = (
     "vocab_size",
     "hidden_size",
     "intermediate_size",
     "num_hidden_layers",
     "num_attention_heads",
 )
+
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ class ModelConfig:
     family: str = "llama"
 
     def __post_init__(self):
-        for name in (*_SIZES, "num_key_value_heads", "head_dim"):
+        for name in (*SIZES, "num_key_value_heads", "head_dim"):
             size = getattr(self, name)
             if not isinstance(size, int) or size < 1:
                 raise MeshdialError(
@@ -91,6 +94,22 @@ class ModelConfig:
             raise MeshdialError(
                 f"model config: sliding_window is {self.sliding_window}, expected at least 1"
             )
+        self._check_layer_types()
+
+    def _check_layer_types(self) -> None:
+        kinds = self.layer_types
+        if kinds is None:
+            return
+        if len(kinds) != self.num_hidden_layers:
+            raise MeshdialError(
+                f"model config: layer_types has {len(kinds)} entries, expected one for each of the "
+                f"{self.num_hidden_layers} layers (num_hidden_layers)"
+            )
+        for kind in kinds:
+            if kind not in LAYER_TYPES:
+                raise MeshdialError(
+                    f"model config: layer_types has {kind!r}, expected some of {LAYER_TYPES}"
+                )
 
     def is_sliding(self, layer: int) -> bool:
         """Whether a layer has the sliding window, if there is one."""

@@ -1,10 +1,11 @@
 """Which mesh each role runs on: today's dial, from the config, and others to compare it with."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rl.mesh import SPLIT, mesh_of
+from rl.mesh import ROLES, SPLIT, mesh_of
 from rl.models.spec import ModelConfig
+from rl.plan.work import Work
 from rl.sharding import AXES, check_model_fits
 
 
@@ -37,17 +38,19 @@ class PlannedMesh:
 
 @dataclass(frozen=True)
 class Dial:
-    """The mesh of each role that costs device time; `reference` is None where there is no KL."""
+    """The mesh of each role that costs device time; None for a role that the run has not."""
 
     label: str
     lag: int
     actor: PlannedMesh
     rollout: PlannedMesh
     reference: PlannedMesh | None
+    reward: PlannedMesh | None = None
+    critic: PlannedMesh | None = None
 
     @property
     def roles(self) -> dict[str, PlannedMesh]:
-        roles = {"actor": self.actor, "rollout": self.rollout, "reference": self.reference}
+        roles = {role: getattr(self, role) for role in ROLES}
         return {role: mesh for role, mesh in roles.items() if mesh is not None}
 
     @property
@@ -66,40 +69,46 @@ class Dial:
         return " | ".join(map(str, self.meshes))
 
 
-def todays_dial(run: Mapping, model: ModelConfig, has_reference: bool) -> Dial:
-    """The dial of a run's config; MeshdialError where the model cannot be split that way."""
-    reference = _mesh(run, "reference", model) if has_reference else None
-    actor, rollout = (_mesh(run, role, model) for role in ("actor", "rollout"))
-    return Dial("today", run["lag"], actor, rollout, reference)
+def roles_of(work: Work) -> list[str]:
+    """Those that compute on a mesh."""
+    has = {"reference": work.has_reference}
+    return [role for role in ROLES if has.get(role, True) and work.specs_of(role)]
 
 
-def _mesh(run: Mapping, role: str, model: ModelConfig) -> PlannedMesh:
+def todays_dial(run: Mapping, work: Work) -> Dial:
+    """The dial of a run's config; MeshdialError where a model cannot be split that way."""
+    meshes = dict.fromkeys(ROLES) | {role: _mesh(run, role, work) for role in roles_of(work)}
+    return Dial("today", run["lag"], **meshes)
+
+
+def _mesh(run: Mapping, role: str, work: Work) -> PlannedMesh:
     name = mesh_of(run, role)
     block = run["cluster"]["meshes"][name]
     axes = block["axes"] or {"fsdp": block["devices"]}
-    check_model_fits(axes, model, f"cluster.meshes.{name}")
+    for spec in work.specs_of(role):
+        check_model_fits(axes, spec.config, f"cluster.meshes.{name}")
     return PlannedMesh(name, **axes)
 
 
-def training_meshes(name: str, num_devices: int, model: ModelConfig) -> list[PlannedMesh]:
-    """Ways to use so many devices for a role that trains: sharded over fsdp as far as the model's
-    width allows, and over tensor."""
+def training_meshes(name: str, num_devices: int, *models: ModelConfig) -> list[PlannedMesh]:
+    """Ways to use so many devices for a role that trains: sharded over fsdp as far as the models'
+    widths allow, and over tensor."""
     meshes = []
-    for tensor in _splitting("tensor", num_devices, model):
+    for tensor in _splitting("tensor", num_devices, models):
         shards = num_devices // tensor
-        fsdp = _splitting("fsdp", shards, model)[-1]
+        fsdp = _splitting("fsdp", shards, models)[-1]
         meshes.append(PlannedMesh(name, shards // fsdp, fsdp, tensor))
     return meshes
 
 
-def decoding_meshes(name: str, num_devices: int, model: ModelConfig) -> list[PlannedMesh]:
+def decoding_meshes(name: str, num_devices: int, *models: ModelConfig) -> list[PlannedMesh]:
     """Ways to use so many devices for a role that only reads the weights: whole replicas, each
     split over tensor."""
-    sizes = _splitting("tensor", num_devices, model)
+    sizes = _splitting("tensor", num_devices, models)
     return [PlannedMesh(name, data=num_devices // tensor, tensor=tensor) for tensor in sizes]
 
 
-def _splitting(axis: str, num_devices: int, model: ModelConfig) -> list[int]:
-    """Sizes of `axis` that divide the devices, and all that the model splits over it."""
-    sizes = (num_devices, *(getattr(model, name) for name in SPLIT[axis]))
+def _splitting(axis: str, num_devices: int, models: Sequence[ModelConfig]) -> list[int]:
+    """Sizes of `axis` that divide the devices, and all that the models split over it."""
+    sizes = (num_devices, *(getattr(model, name) for model in models for name in SPLIT[axis]))
     return [n for n in range(1, num_devices + 1) if all(size % n == 0 for size in sizes)]

@@ -1,6 +1,6 @@
 """Seconds of an iteration: its stages on the meshes of a dial, composed over the DAG.
 
-    sync(n-1-lag) -> rollouts -> reference and policy log-probabilities -> update -> sync(n)
+    sync(n-1-lag) -> rollouts -> log-probabilities, values, reward models -> updates -> sync(n)
 
 Stages of one mesh take turns, those of different meshes overlap as far as the edges allow. In a
 steady state an iteration therefore takes
@@ -8,18 +8,28 @@ steady state an iteration therefore takes
     max( the busiest mesh's seconds, seconds of the whole chain / (1 + lag) )
 
 the largest cycle mean of the repeated DAG (Reiter 1968): with lag 0 that is the chain, which on a
-single mesh is the sum of all stages; with enough lag it is the busiest mesh. Scoring rewards, the
-advantages and the checks run on the host and are not foreseen; nor is evaluation.
+single mesh is the sum of all stages; with enough lag it is the busiest mesh. The chain has the
+slowest of the meshes that score, and then of those that update, as an actor and its critic may do
+side by side. Reward functions, advantages and checks run on the host and are not foreseen; nor is
+evaluation.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from rl.plan.dial import Dial, PlannedMesh, decoding_meshes, training_meshes
+from rl.mesh import ROLES
+from rl.plan.dial import Dial, PlannedMesh, decoding_meshes, roles_of, training_meshes
 from rl.plan.hardware import Device, Link
 from rl.plan.memory import memory_by_role, mesh_peak
 from rl.plan.shape import itemsize, num_parameters, trainable
-from rl.plan.speed import checkpoint_bytes, decoding, scoring_bound, update_bound
+from rl.plan.speed import (
+    Bound,
+    checkpoint_bytes,
+    decoding,
+    models_bound,
+    scoring_bound,
+    update_bound,
+)
 from rl.plan.work import Work
 
 MOST_UNITS = 8
@@ -57,8 +67,47 @@ def sync_bytes(work: Work) -> int:
     return num_parameters(trainable(work.spec)) * itemsize(work.rollout_dtype)
 
 
+@dataclass(frozen=True)
+class ModelStage:
+    """A stage that scores rollouts or updates a model: its role, and its bound without a
+    checkpoint, of which it writes so many bytes."""
+
+    role: str
+    bound: Bound
+    checkpoint_bytes: int = 0
+
+
+SCORING = ("reference", "policy", "values", "models")
+UPDATING = ("update", "critic")
+
+
+def model_stages(work: Work, dial: Dial, device: Device) -> dict[str, ModelStage]:
+    """Those of SCORING and UPDATING that the run has, in the order in which they run."""
+
+    def scored(role: str, of: Work = work, bound: Callable = scoring_bound) -> ModelStage:
+        return ModelStage(role, bound(of, dial.roles[role], device))
+
+    def updated(role: str, of: Work) -> ModelStage:
+        return ModelStage(role, update_bound(of, dial.roles[role], device), checkpoint_bytes(of))
+
+    stages = {}
+    if dial.reference is not None:
+        stages["reference"] = scored("reference")
+    if work.needs_policy_logprobs(dial.lag):
+        stages["policy"] = scored("actor")
+    if dial.critic is not None:
+        stages["values"] = scored("critic", work.of_critic)
+    if dial.reward is not None:
+        stages["models"] = scored("reward", bound=models_bound)
+    stages["update"] = updated("actor", work)
+    if dial.critic is not None:
+        stages["critic"] = updated("critic", work.of_critic)
+    return stages
+
+
 def iteration(work: Work, dial: Dial, machines: Machines) -> Iteration:
-    """`stages`: export, sync, rollouts, reference, policy, update (with its checkpoint)."""
+    """`stages`: export, sync, rollouts, those of SCORING, and of UPDATING with their checkpoints; 0
+    for one that the run has not."""
     device, disk = machines.device, machines.disk
     export = sync_bytes(work) / disk.bandwidth
     sync = 0.0
@@ -67,19 +116,11 @@ def iteration(work: Work, dial: Dial, machines: Machines) -> Iteration:
         moved = machines.between.seconds(sync_bytes(work))
         sync = moved / 2 if machines.between.is_disk else moved
         export = moved / 2 if machines.between.is_disk else export
-    stages = {
-        "export": export,
-        "sync": sync,
-        "rollouts": decoding(work, dial.rollout, device).seconds,
-        "reference": 0.0,
-        "policy": 0.0,
-        "update": update_bound(work, dial.actor, device).seconds
-        + checkpoint_bytes(work) / disk.bandwidth,
-    }
-    if dial.reference is not None:
-        stages["reference"] = scoring_bound(work, dial.reference, device).seconds
-    if work.needs_policy_logprobs(dial.lag):
-        stages["policy"] = scoring_bound(work, dial.actor, device).seconds
+    rollouts = decoding(work, dial.rollout, device).seconds
+    stages = {"export": export, "sync": sync, "rollouts": rollouts}
+    stages |= dict.fromkeys((*SCORING, *UPDATING), 0.0)
+    for name, found in model_stages(work, dial, device).items():
+        stages[name] = found.bound.seconds + found.checkpoint_bytes / disk.bandwidth
     return Iteration(dial, stages, composed(dial, stages), overflow(work, dial, device))
 
 
@@ -87,16 +128,16 @@ def composed(dial: Dial, stages: dict[str, float]) -> float:
     """Seconds of an iteration in a steady state, by the formula above."""
     place = {"export": dial.actor, "policy": dial.actor, "update": dial.actor}
     place |= {"sync": dial.rollout, "rollouts": dial.rollout, "reference": dial.reference}
-    busy = {mesh: 0.0 for mesh in dial.meshes}
-    scoring = dict(busy)
-    for stage, seconds in stages.items():
-        if place[stage] is not None:
-            busy[place[stage]] += seconds
-            if stage in ("reference", "policy"):
-                scoring[place[stage]] += seconds
-    chain = sum(stages[stage] for stage in ("export", "sync", "rollouts", "update"))
-    chain += max(scoring.values())
-    return max(*busy.values(), chain / (1 + dial.lag))
+    place |= {"values": dial.critic, "models": dial.reward, "critic": dial.critic}
+
+    def busiest(names: Iterable[str]) -> float:
+        return max(
+            sum(stages[name] for name in names if place[name] == mesh) for mesh in dial.meshes
+        )
+
+    chain = sum(stages[name] for name in ("export", "sync", "rollouts"))
+    chain += busiest(SCORING) + busiest(UPDATING)
+    return max(busiest(stages), chain / (1 + dial.lag))
 
 
 def overflow(work: Work, dial: Dial, device: Device) -> float:
@@ -115,18 +156,29 @@ def alternatives(
     fits, the one that comes nearest. A dial of more meshes than devices has a device for each."""
     return [
         _best(work, machines, label, parts, max(num_devices, len(parts)), lag)
-        for label, parts in _partings(work.has_reference)
+        for label, parts in _partings(set(roles_of(work)))
         for lag in lags
     ]
 
 
-def _partings(has_reference: bool) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Label, and for each mesh the roles that share it."""
-    yield "all colocated", ("actor rollout reference",)
-    yield "rollout apart", ("actor reference", "rollout")
-    if has_reference:
-        yield "rollout apart, with the reference", ("actor", "rollout reference")
-        yield "rollout and reference apart", ("actor", "rollout", "reference")
+FROZEN = {"reference": "reference", "reward": "reward models"}
+"""Roles that are never trained, in words."""
+
+
+def _partings(roles: set[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Label, and for each mesh the roles that share it. Reward models go with the reference, a
+    critic goes with the actor or has a mesh to itself."""
+    trained = " ".join(role for role in ("actor", "critic") if role in roles)
+    frozen = " ".join(role for role in FROZEN if role in roles)
+    all_roles = f"{trained} {frozen}".strip()
+    yield "all colocated", (f"{all_roles} rollout",)
+    yield "rollout apart", (all_roles, "rollout")
+    if frozen:
+        told = " and ".join(FROZEN[role] for role in frozen.split())
+        yield f"rollout apart, with the {told}", (trained, f"rollout {frozen}")
+        yield f"rollout and {told} apart", (trained, "rollout", frozen)
+    if "critic" in roles:
+        yield "rollout and critic apart", (f"actor {frozen}".strip(), "rollout", "critic")
 
 
 def _best(
@@ -134,9 +186,7 @@ def _best(
 ) -> Iteration:
     def planned(meshes: tuple[PlannedMesh, ...]) -> Iteration:
         mesh = {r: m for roles, m in zip(parts, meshes, strict=True) for r in roles.split()}
-        reference = mesh["reference"] if work.has_reference else None
-        dial = Dial(label, lag, mesh["actor"], mesh["rollout"], reference)
-        return iteration(work, dial, machines)
+        return iteration(work, Dial(label, lag, **dict.fromkeys(ROLES) | mesh), machines)
 
     found = []
     for sizes in _splits(num_devices, len(parts), _unit(num_devices)):
@@ -153,9 +203,10 @@ def _best(
 
 
 def _options(work: Work, roles: str, size: int) -> list[PlannedMesh]:
-    name = roles.split()[0]
-    make = training_meshes if "actor" in roles else decoding_meshes
-    return make(name, size, work.spec.config)
+    names = roles.split()
+    make = training_meshes if {"actor", "critic"} & set(names) else decoding_meshes
+    models = dict.fromkeys(spec.config for role in names for spec in work.specs_of(role))
+    return make(names[0], size, *models)
 
 
 def _unit(num_devices: int) -> int:

@@ -20,7 +20,10 @@ STAGES = {
     "rollouts": "generate_rollouts",
     "reference": "reference_logprobs",
     "policy": "policy_logprobs",
+    "values": "critic_values",
+    "models": "score_with_models",
     "update": "update_actor",
+    "critic": "update_critic",
 }
 """Our stages that run programs of the model, and the rules that they are."""
 

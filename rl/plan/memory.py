@@ -64,8 +64,8 @@ class RoleMemory:
 
 
 def memory_by_role(work: Work, dial: Dial) -> list[RoleMemory]:
-    """One entry for each role that holds anything; arrays that two roles of a mesh share count for
-    the first of them (actor, rollout, reference)."""
+    """One entry for each role; arrays that two roles of a mesh share count for the first of them
+    (actor, rollout, reference, reward, critic)."""
     held: set[tuple] = set()
     roles = []
     for role, mesh in dial.roles.items():
@@ -86,8 +86,17 @@ def mesh_peak(roles: list[RoleMemory], mesh: PlannedMesh) -> int:
 
 def _parts(work: Work, role: str) -> list[tuple[str, Chosen, str]]:
     """(what, parameters, dtype) that a role computes with. The reference is the base, which under
-    an adapter is the actor's frozen part too; fully trained, the policy has left the base."""
+    an adapter is the actor's frozen part too, and a critic's; fully trained, the policy has left
+    the base. A reference that is refreshed is a version of its own. A model of one source is the
+    same, whoever reads it."""
     spec = work.spec
+    if role == "reward":
+        return [(m.source, tensors(m.spec), m.spec.dtype) for m in work.reward_models]
+    if role == "critic":
+        return _critic_parts(work)
+    if role == "reference" and work.is_reference_refreshed:
+        frozen = [("base", base(spec), spec.dtype)] if spec.lora else []
+        return [*frozen, ("reference", trainable(spec), spec.dtype)]
     if role == "reference":
         return [("base", base(spec), spec.dtype)]
     dtype = work.rollout_dtype if role == "rollout" else spec.dtype
@@ -95,29 +104,63 @@ def _parts(work: Work, role: str) -> list[tuple[str, Chosen, str]]:
     return [*frozen, ("policy", trainable(spec), dtype)]
 
 
+def _critic_parts(work: Work) -> list[tuple[str, Chosen, str]]:
+    critic = work.critic
+    trained = [("critic", trainable(critic.spec), critic.spec.dtype)]
+    if critic.spec.lora is None:
+        return trained
+    if critic.source is None:  # the base as it is, its output head too
+        return [("base", base(work.spec), work.spec.dtype), *trained]
+    whole = tensors(replace(critic.spec, lora=None))
+    return [(critic.source, whole, critic.spec.dtype), *trained]
+
+
 def _role_memory(
     work: Work, dial: Dial, role: str, mesh: PlannedMesh, parameters: int
 ) -> RoleMemory:
-    spec, axes = work.spec, mesh.axes
-    used = base(spec) if role == "reference" else tensors(spec)
-    dtype = work.rollout_dtype if role == "rollout" else spec.dtype
-    copies = gathered_size(used, axes) * itemsize(dtype) if mesh.fsdp > 1 else 0
-    optimizer = gradients = cache = 0
-    if role == "actor":
-        size = device_size(trainable(spec), axes)
-        optimizer = work.num_moments * size * FLOAT32
-        # The sum over micro-batches is float32; each micro-batch's own is in the parameters' dtype.
-        gradients = size * (FLOAT32 + itemsize(spec.dtype))
-        activations = update_activations(work, mesh)
+    if role in ("actor", "critic"):
+        held = _training(work.of_critic if role == "critic" else work, mesh)
     elif role == "rollout":
-        if not dial.is_colocated:
-            incoming = device_size(trainable(spec), axes) * itemsize(dtype)
-            copies = max(copies, incoming)
-        activations = rollout_activations(work, mesh)
-        cache = cache_bytes(work, mesh)
-    else:
-        activations = scoring_activations(work, mesh)
-    return RoleMemory(role, mesh, parameters, optimizer, gradients, copies, activations, cache)
+        held = _sampling(work, mesh, dial.is_colocated)
+    elif role == "reference":
+        held = _scoring(work, mesh, base(work.spec))
+    else:  # one model is computed with at a time
+        works = [work.of_model(model.spec) for model in work.reward_models]
+        each = [_scoring(one, mesh, tensors(one.spec)) for one in works]
+        held = {name: max(one[name] for one in each) for name in each[0]}
+    nothing = dict.fromkeys(("optimizer", "gradients", "cache"), 0)
+    return RoleMemory(role, mesh, parameters, **nothing | held)
+
+
+def _training(work: Work, mesh: PlannedMesh) -> dict[str, int]:
+    spec = work.spec
+    size = device_size(trainable(spec), mesh.axes)
+    return {
+        "optimizer": work.num_moments * size * FLOAT32,
+        # The sum over micro-batches is float32; each micro-batch's own is in the parameters' dtype.
+        "gradients": size * (FLOAT32 + itemsize(spec.dtype)),
+        "copies": _gathered(tensors(spec), mesh, spec.dtype),
+        "activations": update_activations(work, mesh),
+    }
+
+
+def _sampling(work: Work, mesh: PlannedMesh, is_colocated: bool) -> dict[str, int]:
+    spec, dtype = work.spec, work.rollout_dtype
+    incoming = device_size(trainable(spec), mesh.axes) * itemsize(dtype)
+    return {
+        "copies": max(_gathered(tensors(spec), mesh, dtype), 0 if is_colocated else incoming),
+        "activations": rollout_activations(work, mesh),
+        "cache": cache_bytes(work, mesh),
+    }
+
+
+def _scoring(work: Work, mesh: PlannedMesh, used: Chosen) -> dict[str, int]:
+    copies = _gathered(used, mesh, work.spec.dtype)
+    return {"copies": copies, "activations": scoring_activations(work, mesh)}
+
+
+def _gathered(used: Chosen, mesh: PlannedMesh, dtype: str) -> int:
+    return gathered_size(used, mesh.axes) * itemsize(dtype) if mesh.fsdp > 1 else 0
 
 
 # What is kept between a forward and its backward pass
@@ -185,7 +228,10 @@ def bytes_per_score(work: Work, tensor: int) -> float:
 
 
 def logit_bytes(work: Work, num_tokens: int, tensor: int) -> int:
-    """`token_scores` holds at most MAX_LOGITS logits at once and computes more in chunks."""
+    """`token_scores` holds at most MAX_LOGITS logits at once and computes more in chunks; a value
+    head has one number a token, which is not counted."""
+    if work.spec.head == "value":
+        return 0
     logits = min(num_tokens * work.spec.config.vocab_size, MAX_LOGITS)
     is_split = work.spec.config.vocab_size % tensor == 0
     return LOGIT_COPIES * FLOAT32 * logits // (tensor if is_split else 1)
@@ -197,7 +243,7 @@ def logit_bytes(work: Work, num_tokens: int, tensor: int) -> int:
 @functools.cache
 def scoring_activations(work: Work, mesh: PlannedMesh) -> int:
     """Bytes of a micro-batch's forward pass alone: one layer at a time, and the logits."""
-    _, shape = work.micro_batches(work.num_prompts, work.max_tokens, mesh.num_row_shards)
+    _, shape = work.micro_batches(work.num_sampled, work.max_tokens, mesh.num_row_shards)
     sizes = (shape.num_tokens, num_scores(shape), mesh.tensor)
     return _forward_bytes(work, work.spec.dtype, *sizes) + logit_bytes(
         work, num_targets(shape), mesh.tensor

@@ -1,20 +1,20 @@
 """From the command's arguments to everything that a plan is made from."""
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from rl.config import expand, read
 from rl.errors import MeshdialError
 from rl.mesh import layouts, uses_critic
+from rl.models.spec import ModelConfig
 from rl.plan.dial import todays_dial
 from rl.plan.hardware import chosen_device, chosen_links, link_named
 from rl.plan.iteration import Machines
 from rl.plan.measured import Measured, measured_run
 from rl.plan.report import Plan
-from rl.plan.source import model_sizes
+from rl.plan.source import model_sizes, value_model_sizes
 from rl.plan.work import guessed_prompt_tokens, work_of
-from rl.schedule import num_sampled_prompts
 
 SHARED_MODELS = Path("results/shared/models")
 
@@ -32,9 +32,10 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
     prompt_tokens, completion_tokens, notes = _lengths(arguments, config, measured)
     if machines.device.name != "custom" and arguments.device is None:
         notes.append(f"the device is taken to be {machines.device.name}: set --device")
-    notes += _not_counted(config)
-    work = work_of(config, model, prompt_tokens, completion_tokens)
-    dial = todays_dial(config, model, work.has_reference)
+    others = _value_models(config)
+    notes += _guesses(config, others)
+    work = work_of(config, model, prompt_tokens, completion_tokens, others)
+    dial = todays_dial(config, work)
     return Plan(
         run=config,
         work=work,
@@ -47,21 +48,26 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
     )
 
 
-def _not_counted(config: dict) -> Iterator[str]:
-    """What the run does and the plan does not foresee."""
-    if uses_critic(config):
-        yield (
-            "the critic and its mesh are not counted: values and updates of another model of the "
-            "actor's size, whose frozen part is the actor's own under an adapter on one mesh"
-        )
-    if config["reward"]["models"]:
-        yield "the reward models and their mesh are not counted: parameters, and a forward pass"
-    if config["learner"]["epochs"] > 1:
-        epochs = config["learner"]["epochs"]
-        yield f"updates are of one epoch: with learner.epochs = {epochs} they take so many times it"
-    if config["rollout"]["oversampling"] > 1:
-        sampled = num_sampled_prompts(config["rollout"])
-        yield f"rollouts are of the prompts that are trained on: {sampled} are sampled"
+def _value_models(config: dict) -> dict[str, ModelConfig]:
+    """The sizes of a critic's and of reward models' sources, as far as they are there."""
+    sources = [model["source"] for model in config["reward"]["models"]]
+    if uses_critic(config) and config["critic"]["source"] is not None:
+        sources.append(config["critic"]["source"])
+    found = {source: value_model_sizes(source, SHARED_MODELS) for source in sources}
+    return {source: sizes for source, sizes in found.items() if sizes is not None}
+
+
+def _guesses(config: dict, known: Mapping[str, ModelConfig]) -> Iterator[str]:
+    """What is not known of the run's other models, and what stands for it."""
+    source = config["critic"]["source"]
+    if uses_critic(config) and source is not None and source not in known:
+        yield f"critic.source {source} is not there yet: it is taken to have the policy's sizes"
+    models = [model["source"] for model in config["reward"]["models"]]
+    for source in models:
+        if source not in known:
+            yield f"the reward model {source} is not there yet, and not counted"
+    if known.keys() & set(models):
+        yield "reward models are taken to read as many tokens as the policy"
 
 
 def _chosen_run(arguments: argparse.Namespace) -> dict:

@@ -7,11 +7,18 @@ from typing import Any
 
 from rl.plan.dial import Dial
 from rl.plan.hardware import Link
-from rl.plan.iteration import Iteration, Machines, alternatives, iteration, sync_bytes
+from rl.plan.iteration import (
+    Iteration,
+    Machines,
+    alternatives,
+    iteration,
+    model_stages,
+    sync_bytes,
+)
 from rl.plan.measured import Measured
 from rl.plan.memory import cache_bytes_per_token, memory_by_role, mesh_peak
-from rl.plan.shape import base, num_parameters, trainable
-from rl.plan.speed import checkpoint_bytes, decoding, scoring_bound, update_bound
+from rl.plan.shape import base, num_parameters, tensors, trainable
+from rl.plan.speed import decoding
 from rl.plan.work import Work, lora_of
 
 USUAL_RANK = 8
@@ -65,7 +72,14 @@ def _run(plan: Plan) -> dict[str, Any]:
         "dtype": work.spec.dtype,
         "rollout_dtype": work.rollout_dtype,
         "optimizer": plan.run["optimizer"]["name"],
+        "critic": _critic(work) if work.critic else None,
+        "reward_models": [
+            {"source": model.source, "parameters": num_parameters(tensors(model.spec))}
+            for model in work.reward_models
+        ],
         "prompts": work.num_prompts,
+        "sampled_prompts": work.num_sampled,
+        "epochs": work.num_epochs,
         "group_size": work.group_size,
         "prompt_tokens": work.prompt_tokens,
         "completion_tokens": work.completion_tokens,
@@ -74,6 +88,15 @@ def _run(plan: Plan) -> dict[str, Any]:
         "max_rows": work.max_rows,
         "cache_bytes_per_token": cache_bytes_per_token(work),
         "lag": plan.dial.lag,
+    }
+
+
+def _critic(work: Work) -> dict[str, int]:
+    spec = work.critic.spec
+    return {
+        "parameters": num_parameters(tensors(replace(spec, lora=None))),
+        "trained_parameters": num_parameters(trainable(spec)),
+        "lora_rank": spec.lora.rank if spec.lora else 0,
     }
 
 
@@ -151,24 +174,17 @@ def _speed(plan: Plan) -> list[dict[str, Any]]:
             "limit": decode.step.limit,
         }
     ]
-    bounds = {"update": (dial.actor, update_bound)}
-    if dial.reference is not None:
-        bounds["reference"] = (dial.reference, scoring_bound)
-    if work.needs_policy_logprobs(dial.lag):
-        bounds["policy"] = (dial.actor, scoring_bound)
-    for stage, (mesh, bound_of) in bounds.items():
-        bound = bound_of(work, mesh, device)
-        rows.append(
-            {
-                "stage": stage,
-                "mesh": str(mesh),
-                "arithmetic_seconds": bound.arithmetic,
-                "link_seconds": bound.link,
-                "seconds": bound.seconds,
-                "limit": bound.limit,
-            }
-        )
-    rows[1]["checkpoint_bytes"] = checkpoint_bytes(work)
+    for stage, found in model_stages(work, dial, device).items():
+        row = {
+            "stage": stage,
+            "mesh": str(dial.roles[found.role]),
+            "arithmetic_seconds": found.bound.arithmetic,
+            "link_seconds": found.bound.link,
+            "seconds": found.bound.seconds,
+            "limit": found.bound.limit,
+        }
+        is_updating = found.checkpoint_bytes > 0
+        rows.append(row | ({"checkpoint_bytes": found.checkpoint_bytes} if is_updating else {}))
     return rows
 
 
@@ -194,12 +210,9 @@ def _compared(plan: Plan, today: Iteration, measured: Measured) -> dict[str, Any
     """Rows of what was foreseen and what was found; a figure that the run does not have is None."""
     work, device, dial = plan.work, plan.machines.device, plan.dial
     decode = decoding(work, dial.rollout, device)
-    foreseen = {
-        "rollouts": today.stages["rollouts"],
-        "reference": today.stages["reference"],
-        "policy": today.stages["policy"],
-        "update": update_bound(work, dial.actor, device).seconds,
-    }
+    foreseen = {"rollouts": today.stages["rollouts"]}
+    stages = model_stages(work, dial, device)
+    foreseen |= {stage: found.bound.seconds for stage, found in stages.items()}
     size = sync_bytes(work)
     moved = 0 if dial.is_colocated else size
     peak = max(mesh_peak(memory_by_role(work, dial), mesh) for mesh in dial.meshes)

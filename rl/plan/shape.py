@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from rl.models.spec import ModelSpec
-from rl.models.transformer import is_lora, parameter_shapes
+from rl.models.transformer import VALUE_HEAD, is_lora, parameter_shapes
 from rl.sharding import AXES, parameter_sharding
 
 FIRST_LAYER = "layers.0."
@@ -44,8 +44,10 @@ def tensors(spec: ModelSpec) -> Chosen:
 
 
 def trainable(spec: ModelSpec) -> Chosen:
-    """What is trained and synced: the adapter where there is one, else everything."""
-    return tuple(t for t in tensors(spec) if is_lora(t.name)) if spec.lora else tensors(spec)
+    """What is trained and synced: the adapter where there is one, and a value head, else all."""
+    if spec.lora is None:
+        return tensors(spec)
+    return tuple(t for t in tensors(spec) if is_lora(t.name) or t.name == VALUE_HEAD)
 
 
 def base(spec: ModelSpec) -> Chosen:

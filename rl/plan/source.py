@@ -33,6 +33,12 @@ def model_sizes(model: Mapping, given: str | None, shared: Path) -> ModelConfig:
     return _of_path(Path(source).expanduser(), "model.source")
 
 
+def value_model_sizes(source: str, shared: Path) -> ModelConfig | None:
+    """Of a critic's or a reward model's source; None where there is no such model yet."""
+    file = (_made_from(source, shared) or Path(source).expanduser()) / "config.json"
+    return _of_file(file) if file.is_file() else None
+
+
 def _made_from(source: str, shared: Path) -> Path | None:
     """The folder of the model that a run made from this source."""
     for manifest in sorted(shared.glob("*/manifest.json")):

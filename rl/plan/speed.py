@@ -11,9 +11,10 @@ run beside the arithmetic, so that a stage takes as long as its slowest part.
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from rl.models.token_scores import MAX_LOGITS
+from rl.models.transformer import is_lora
 from rl.plan.dial import PlannedMesh
 from rl.plan.hardware import Device
 from rl.plan.memory import cache_bytes_per_token, num_scores, num_targets
@@ -50,8 +51,8 @@ class Bound:
 
 @dataclass(frozen=True)
 class Kernels:
-    """Parameters that each token is multiplied by: those of the layers, of the output head, and of
-    the adapter; the embedding is looked up, and norms are negligible."""
+    """Parameters that each token is multiplied by: those of the layers, of the output or value
+    head, and of the adapter; the embedding is looked up, and norms are negligible."""
 
     layers: int
     head: int
@@ -63,8 +64,9 @@ def kernels(work: Work) -> Kernels:
     config = work.spec.config
     every = tensors(work.spec)
     layers = sum(t.size for t in every if "layers." in t.name and t.name.endswith(".kernel"))
-    adapter = num_parameters(trainable(work.spec)) if work.spec.lora else 0
-    return Kernels(layers, config.hidden_size * config.vocab_size, adapter)
+    adapter = num_parameters(tuple(t for t in every if is_lora(t.name)))
+    outputs = 1 if work.spec.head == "value" else config.vocab_size
+    return Kernels(layers, config.hidden_size * outputs, adapter)
 
 
 # Arithmetic
@@ -81,10 +83,11 @@ def forward_flops(work: Work, tokens: int, scores: int, num_logits: int) -> floa
 def gradient_flops(work: Work, tokens: int, scores: int, num_logits: int) -> float:
     """Forward and backward: 6 a trained parameter and token, 4 a frozen one, attention thrice;
     logits that are computed in chunks are computed twice, rematerialised layers too."""
-    n, is_full = kernels(work), work.spec.lora is None
+    n, is_full, is_value = kernels(work), work.spec.lora is None, work.spec.head == "value"
     forward = forward_flops(work, tokens, scores, num_logits)
-    saved = 0 if is_full else 2 * n.layers * tokens + 2 * n.head * num_logits
-    is_chunked = num_logits * work.spec.config.vocab_size > MAX_LOGITS
+    frozen_head = 0 if is_value else 2 * n.head * num_logits
+    saved = 0 if is_full else 2 * n.layers * tokens + frozen_head
+    is_chunked = not is_value and num_logits * work.spec.config.vocab_size > MAX_LOGITS
     again = forward_flops(work, tokens, scores, 0) if work.is_rematerialised else 0
     return 3 * forward + again - saved + (2 * n.head * num_logits if is_chunked else 0)
 
@@ -94,10 +97,12 @@ def gradient_flops(work: Work, tokens: int, scores: int, num_logits: int) -> flo
 
 @functools.cache
 def update_bound(work: Work, mesh: PlannedMesh, device: Device) -> Bound:
-    """All updates of an iteration: each row shard computes one micro-batch at a time."""
+    """All updates of an iteration, in all of its epochs: each row shard computes one micro-batch at
+    a time."""
     num_groups, shards = work.num_prompts // work.num_updates, mesh.num_row_shards
     num_parts, shape = work.micro_batches(num_groups, work.completion_tokens, shards)
-    rounds, tokens = work.num_updates * math.ceil(num_parts / shards), shape.num_tokens
+    num_updates, tokens = work.num_epochs * work.num_updates, shape.num_tokens
+    rounds = num_updates * math.ceil(num_parts / shards)
     flops = gradient_flops(work, tokens, num_scores(shape), num_targets(shape))
     moved = gather_bytes(work, mesh, work.spec.dtype) + reduce_bytes(work, mesh)
     moved += 2 * tensor_bytes(work, mesh, tokens, work.spec.dtype)
@@ -109,9 +114,9 @@ def update_bound(work: Work, mesh: PlannedMesh, device: Device) -> Bound:
 
 @functools.cache
 def scoring_bound(work: Work, mesh: PlannedMesh, device: Device) -> Bound:
-    """Log-probabilities of all rollouts: a forward pass."""
+    """Log-probabilities, or values, of all rollouts: a forward pass."""
     shards = mesh.num_row_shards
-    num_parts, shape = work.micro_batches(work.num_prompts, work.completion_tokens, shards)
+    num_parts, shape = work.micro_batches(work.num_sampled, work.completion_tokens, shards)
     rounds, tokens = math.ceil(num_parts / shards), shape.num_tokens
     flops = forward_flops(work, tokens, num_scores(shape), num_targets(shape))
     moved = gather_bytes(work, mesh, work.spec.dtype)
@@ -121,6 +126,12 @@ def scoring_bound(work: Work, mesh: PlannedMesh, device: Device) -> Bound:
         memory=rounds * streamed_bytes(work, mesh, work.spec.dtype) / device.bandwidth,
         link=rounds * moved / device.link,
     )
+
+
+def models_bound(work: Work, mesh: PlannedMesh, device: Device) -> Bound:
+    """All reward models, one after the other; sequences are taken to be as long as the policy's."""
+    found = [scoring_bound(work.of_model(m.spec), mesh, device) for m in work.reward_models]
+    return Bound(*(sum(getattr(one, f.name) for one in found) for f in fields(Bound)))
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-STAGES = ("export", "sync", "rollouts", "reference", "policy", "update")
+from rl.plan.iteration import SCORING, UPDATING
+
+STAGES = ("export", "sync", "rollouts", *SCORING, *UPDATING)
 
 
 def text(plan: Mapping[str, Any]) -> str:
@@ -74,6 +76,10 @@ def _head(plan: Mapping[str, Any]) -> str:
     dtypes = run["dtype"]
     if run["rollout_dtype"] != run["dtype"]:
         dtypes += f", rollout in {run['rollout_dtype']}"
+    prompts = f"{run['prompts']} prompts"
+    if run["sampled_prompts"] > run["prompts"]:
+        prompts = f"{run['sampled_prompts']} prompts ({run['prompts']} of them trained on)"
+    updates = f", {run['epochs']} epochs" if run["epochs"] > 1 else ""
     rows = [
         ("run", f"{run['name']}, lag {run['lag']}, optimizer {run['optimizer']}"),
         (
@@ -83,9 +89,11 @@ def _head(plan: Mapping[str, Any]) -> str:
         ),
         (
             "batch",
-            f"{run['prompts']} prompts x {run['group_size']} completions, {run['prompt_tokens']} + "
-            f"{run['completion_tokens']} tokens, cache {run['cache_bytes_per_token']:,} B a token",
+            f"{prompts} x {run['group_size']} completions, {run['prompt_tokens']} + "
+            f"{run['completion_tokens']} tokens{updates}, "
+            f"cache {run['cache_bytes_per_token']:,} B a token",
         ),
+        *_other_models(run),
         (
             "device",
             f"{device['name']}: {device['flops'] / 1e12:g} TFLOP/s in {run['dtype']}, "
@@ -95,6 +103,20 @@ def _head(plan: Mapping[str, Any]) -> str:
         *(("note", note) for note in plan["notes"]),
     ]
     return aligned(rows, num_left=2)
+
+
+def _other_models(run: Mapping[str, Any]) -> list[tuple[str, str]]:
+    rows, critic = [], run["critic"]
+    if critic:
+        trained = count_text(critic["trained_parameters"])
+        rank = f" (LoRA rank {critic['lora_rank']})" if critic["lora_rank"] else ""
+        size = count_text(critic["parameters"])
+        rows.append(("critic", f"{size} parameters, {trained} trained{rank}"))
+    rows += [
+        ("reward", f"{model['source']}: {count_text(model['parameters'])} parameters")
+        for model in run["reward_models"]
+    ]
+    return rows
 
 
 def _memory(plan: Mapping[str, Any]) -> str:
@@ -136,13 +158,16 @@ def _speed(plan: Mapping[str, Any]) -> str:
         parts = [time_text(row.get(f"{part}_seconds")) for part in ("arithmetic", "link")]
         seconds = time_text(row["seconds"])
         rows.append([row["stage"], row["mesh"], rate, *parts, seconds, row["limit"]])
-    decode, update = plan["speed"][:2]
+    decode = plan["speed"][0]
+    written = {row["stage"]: row.get("checkpoint_bytes") for row in plan["speed"]}
     bound = rate_text(decode["memory_bound_tokens_per_second"]).removesuffix("/s")
     tail = (
         f"decode: {decode['rows']} rows, {time_text(decode['step_seconds'])} a step; {bound} "
         f"tokens/s if memory alone limits it; an update also writes a checkpoint of "
-        f"{size_text(update['checkpoint_bytes'])}"
+        f"{size_text(written['update'])}"
     )
+    if written.get("critic"):
+        tail += f", the critic's one of {size_text(written['critic'])}"
     return _titled("Stages at their bound, today's dial", aligned(rows, num_left=2), tail)
 
 
@@ -163,7 +188,7 @@ def _iterations(plan: Mapping[str, Any]) -> str:
     return _titled(
         f"Seconds per iteration (syncs over {device['between']}, files on {device['disk']})",
         aligned(rows, num_left=2),
-        "iteration = max(busiest mesh, whole chain / (1 + lag)); scoring rewards is not foreseen",
+        "iteration = max(busiest mesh, whole chain / (1 + lag)); reward functions are not foreseen",
     )
 
 

@@ -1,16 +1,16 @@
 """What one iteration of a run does, whatever it runs on."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from rl.learner.packing import Shape, divide
-from rl.mesh import roles_on_meshes
+from rl.mesh import roles_on_meshes, uses_critic
 from rl.models.spec import LoraConfig, ModelConfig, ModelSpec
 from rl.rollout.pages import Demand
 from rl.rollout.shapes import padded_length
-from rl.schedule import is_anchored
+from rl.schedule import is_anchored, num_sampled_prompts
 from rl.tasks import make_prompts
 
 UNKNOWN_PROMPT_TOKENS = 256
@@ -19,18 +19,38 @@ NUM_MOMENTS = {"adamw": 2, "adam": 2, "lion": 1, "sgd": 0}
 
 
 @dataclass(frozen=True)
+class Critic:
+    """A value model and how it is trained. `source` is None where it starts from the base."""
+
+    spec: ModelSpec
+    source: str | None
+    num_moments: int
+    num_updates: int
+    num_epochs: int
+
+
+@dataclass(frozen=True)
+class RewardModel:
+    source: str
+    spec: ModelSpec
+
+
+@dataclass(frozen=True)
 class Work:
     """Lengths in tokens are those of every prompt and completion; `max_tokens` is the longest
-    completion that memory must allow for."""
+    completion that memory must allow for. `num_sampled` prompts are sampled and scored, and
+    `num_prompts` of them trained on, in `num_epochs` times `num_updates` updates."""
 
     spec: ModelSpec
     rollout_dtype: str
     num_moments: int
     has_reference: bool
     num_prompts: int
+    num_sampled: int
     group_size: int
     num_updates: int
-    is_anchored: bool  # several updates a batch, or another rollout dtype
+    num_epochs: int
+    is_anchored: bool  # several updates a batch, another rollout dtype, or a KL in the reward
     prompt_tokens: int
     completion_tokens: int
     max_tokens: int
@@ -39,14 +59,30 @@ class Work:
     kv_cache_bytes: int | None
     micro_batch_tokens: int
     is_rematerialised: bool
-
-    @property
-    def num_rows(self) -> int:
-        return self.num_prompts * self.group_size
+    is_reference_refreshed: bool = False  # the reference is an earlier policy
+    critic: Critic | None = None
+    reward_models: tuple[RewardModel, ...] = ()
 
     @property
     def num_completion_tokens(self) -> int:
-        return self.num_rows * self.completion_tokens
+        """That are sampled in an iteration."""
+        return self.num_sampled * self.group_size * self.completion_tokens
+
+    @property
+    def of_critic(self) -> "Work":
+        """The same batch, where the model is the critic."""
+        names = ("spec", "num_moments", "num_updates", "num_epochs")
+        return replace(self, **{name: getattr(self.critic, name) for name in names})
+
+    def of_model(self, spec: ModelSpec) -> "Work":
+        """The same batch, where the model is another."""
+        return replace(self, spec=spec)
+
+    def specs_of(self, role: str) -> tuple[ModelSpec, ...]:
+        """The models that a role computes with."""
+        if role == "critic":
+            return (self.critic.spec,) if self.critic else ()
+        return tuple(m.spec for m in self.reward_models) if role == "reward" else (self.spec,)
 
     def needs_policy_logprobs(self, lag: int) -> bool:
         """Whether the actor scores the rollouts before the update."""
@@ -69,13 +105,22 @@ class Work:
 
     def demand(self, num_shards: int) -> Demand:
         """What each replica of the rollout engine samples, over so many row shards."""
-        num_prompts = -(-self.num_prompts // num_shards)
+        num_prompts = -(-self.num_sampled // num_shards)
         lengths = (padded_length(self.prompt_tokens), self.max_tokens)
         return Demand(*lengths, num_prompts, self.group_size, self.max_rows)
 
 
-def work_of(run: Mapping, model: ModelConfig, prompt_tokens: int, completion_tokens: int) -> Work:
-    """From a run's complete config; lengths as given."""
+def work_of(
+    run: Mapping,
+    model: ModelConfig,
+    prompt_tokens: int,
+    completion_tokens: int,
+    others: Mapping[str, ModelConfig] | None = None,
+) -> Work:
+    """From a run's complete config; lengths as given. `others`: the sizes of its critic's and its
+    reward models' sources. A critic from a source that is not among them is taken to have the
+    sizes of `model`, and a reward model is left out."""
+    others = others or {}
     dtype, rollout, learner = run["model"]["dtype"], run["rollout"], run["learner"]
     rollout_dtype = dtype if rollout["dtype"] == "same" else rollout["dtype"]
     return Work(
@@ -84,8 +129,10 @@ def work_of(run: Mapping, model: ModelConfig, prompt_tokens: int, completion_tok
         num_moments=NUM_MOMENTS[run["optimizer"]["name"]],
         has_reference="reference" in roles_on_meshes(run),
         num_prompts=rollout["prompts_per_iteration"],
+        num_sampled=num_sampled_prompts(rollout),
         group_size=rollout["group_size"],
         num_updates=learner["updates_per_batch"],
+        num_epochs=learner["epochs"],
         is_anchored=is_anchored(run),
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
@@ -95,6 +142,26 @@ def work_of(run: Mapping, model: ModelConfig, prompt_tokens: int, completion_tok
         kv_cache_bytes=rollout["kv_cache_mb"] and rollout["kv_cache_mb"] * 2**20,
         micro_batch_tokens=learner["micro_batch_tokens"],
         is_rematerialised=learner["remat"] == "layer",
+        is_reference_refreshed=run["reference"]["refresh_every"] is not None,
+        critic=_critic(run, model, others) if uses_critic(run) else None,
+        reward_models=tuple(
+            RewardModel(m["source"], ModelSpec(others[m["source"]], None, m["dtype"], "value"))
+            for m in run["reward"]["models"]
+            if m["source"] in others
+        ),
+    )
+
+
+def _critic(run: Mapping, model: ModelConfig, others: Mapping[str, ModelConfig]) -> Critic:
+    """In the dtype of the policy, whatever it starts from."""
+    block = run["critic"]
+    config = others.get(block["source"], model)
+    return Critic(
+        spec=ModelSpec(config, lora_of(block["lora"]), run["model"]["dtype"], "value"),
+        source=block["source"],
+        num_moments=NUM_MOMENTS[block["optimizer"]["name"]],
+        num_updates=block["updates_per_batch"],
+        num_epochs=block["epochs"],
     )
 
 

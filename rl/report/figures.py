@@ -85,7 +85,7 @@ def _learning_curve(metrics: pa.Table) -> Figure:
 
 
 def _draw_accuracy(panel: Axes, metrics: pa.Table) -> None:
-    panel.set_title("Held-out accuracy, with its 95% interval")
+    panel.set_title("Held-out accuracy, with 95% intervals")
     iterations, accuracy = series(metrics, "evaluate_policy", "accuracy")
     if len(iterations) == 0:
         say_empty(panel, "This run has no evaluations.")
@@ -101,7 +101,13 @@ def _draw_accuracy(panel: Axes, metrics: pa.Table) -> None:
     names = {n for n in metrics["name"].to_pylist() if re.fullmatch(r"pass_at_\d+", n)}
     for index, name in enumerate(sorted(names, key=lambda name: int(name[8:])), start=2):
         look = {"label": f"pass@{name[8:]}", "linestyle": LINE_STYLES[index % len(LINE_STYLES)]}
-        draw_line(panel, *series(metrics, "evaluate_policy", name), index, **look)
+        iterations, values = series(metrics, "evaluate_policy", name)
+        low, high = (
+            series(metrics, "evaluate_policy", f"{name}_{of}")[1] for of in ("low", "high")
+        )
+        color = COLORS[index % len(COLORS)]
+        panel.fill_between(iterations, low, high, color=color, alpha=0.1, linewidth=0)
+        draw_line(panel, iterations, values, index, **look)
     if names:
         panel.legend()
     percent_axis(panel)
@@ -115,12 +121,27 @@ def _reward_spread(metrics: pa.Table) -> Figure:
     stage, empty = "estimate_advantages", "No groups yet."
     if _draw_or_say(spread_panel, metrics, stage, ["group_reward_std_mean"], empty, 0):
         start_at_zero(spread_panel)
-    share_panel.set_title("Groups without spread, from which nothing is learned")
+    share_panel.set_title("Groups without spread: all rewards are equal")
     share_panel.set_ylabel("Share of groups")
     if _draw_or_say(share_panel, metrics, stage, ["degenerate_group_fraction"], empty, 1):
+        _draw_used(share_panel, metrics)
         percent_axis(share_panel)
     figure.align_ylabels()
     return figure
+
+
+def _draw_used(panel: Axes, metrics: pa.Table) -> None:
+    """Of the groups that are trained on as well, where some are left out."""
+    stage = "estimate_advantages"
+    iterations, left_out = series(metrics, stage, "num_groups_left_out")
+    if not left_out.any():
+        return
+    panel.get_lines()[0].set_label("of all")
+    names = ("num_degenerate_groups_used", "num_groups")
+    degenerate, groups = (series(metrics, stage, name)[1] for name in names)
+    shares, look = degenerate / (groups - left_out), {"linestyle": LINE_STYLES[1]}
+    draw_line(panel, iterations, shares, 0, label="of those trained on", **look)
+    panel.legend()
 
 
 def _kl(metrics: pa.Table) -> Figure:

@@ -150,11 +150,18 @@ def _advantage_figures(paths: Mapping[str, Path]) -> Figures:
         "num_groups": num_groups,
         "num_degenerate_groups": is_degenerate.sum(),
         "degenerate_group_fraction": is_degenerate.mean(),
-        "num_groups_used": len(pc.unique(table["group_id"].filter(table["is_used"]))),
+        "num_groups_left_out": num_groups - _num_groups(table, table["is_used"]),
+        "num_degenerate_groups_used": _num_groups(
+            table, pc.and_(table["is_used"], table["is_degenerate"])
+        ),
     }
     if is_scored.any():
         figures["shaped_reward_mean"] = floats(table["shaped_reward"].drop_null()).mean()
     return figures | ({"group_reward_std_mean": deviations.mean()} if len(deviations) else {})
+
+
+def _num_groups(table: pa.Table, is_chosen: pa.ChunkedArray) -> int:
+    return len(pc.unique(table["group_id"].filter(is_chosen)))
 
 
 def _group_deviations(

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from rl.errors import MeshdialError
-from rl.learner import pack, score_batch, unpack
+from rl.learner import UpdateBatch, pack, score_batch, unpack
 from rl.models.shared_prefix import common_length
 from rl.models.spec import ModelSpec, Parameters
 from rl.models.tokenizer import Tokenizer
@@ -145,13 +145,37 @@ def _length_classes(sequences: Sequence[Sequence[int]], group_ids: Sequence) -> 
 
 def _batch_scores(spec, parameters, sequences, group_ids, budget: int, progress: Progress):
     """The scores of sequences that are packed into one batch."""
+    batch, keys = pack_sequences(sequences, group_ids)
+    values_PGT = score_batch(spec, {}, parameters, batch, budget, progress)
+    return [float(values[-1]) for values in unpack(values_PGT, batch, keys)]
+
+
+def pack_sequences(
+    sequences: Sequence[Sequence[int]],
+    group_ids: Sequence,
+    weights: Sequence[float] | None = None,
+) -> tuple[UpdateBatch, list[tuple]]:
+    """(sequences as a batch, the key of the group that each is in there).
+
+    The value in the last place of each is that of its last token, and so is its weight, which
+    stands among the advantages with zeros before it. A key begins with the sequence's group id:
+    sequences of one group that share no first token are in groups of their own.
+    """
     keys, shared = _shared_prefixes(sequences, group_ids)
     heads = [tokens[: shared[key]] for tokens, key in zip(sequences, keys, strict=True)]
     # The value in a place is that of the state before its target: one target more is at the end.
     tails = [[*tokens[shared[key] :], 0] for tokens, key in zip(sequences, keys, strict=True)]
-    batch = pack(group_ids=keys, prompt_tokens=heads, completion_tokens=tails, temperature=1.0)
-    values_PGT = score_batch(spec, {}, parameters, batch, budget, progress)
-    return [float(values[-1]) for values in unpack(values_PGT, batch, keys)]
+    advantages = weights and [
+        [0.0] * (len(tail) - 1) + [weight] for tail, weight in zip(tails, weights, strict=True)
+    ]
+    batch = pack(
+        group_ids=keys,
+        prompt_tokens=heads,
+        completion_tokens=tails,
+        advantages=advantages,
+        temperature=1.0,
+    )
+    return batch, keys
 
 
 def _shared_prefixes(sequences: Sequence[Sequence[int]], group_ids: Sequence):

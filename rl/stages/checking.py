@@ -106,7 +106,7 @@ _SOURCES = {
     "reference": ("rollouts",),
     "policy_logprobs": ("rollouts",),
     "values": ("rollouts",),
-    "advantages": ("rollouts", "rewards", "values"),
+    "advantages": ("rollouts", "rewards", "values", "reference", "policy_logprobs"),
     "policy": ("rollouts", "advantages", "reference", "policy_logprobs"),
     "critic": ("rollouts", "advantages", "values"),
 }
@@ -119,7 +119,9 @@ def _check_provenance(job: Request) -> None:
             continue
         stated = _stated_inputs(job, made)
         for source in sources:
-            if source in job.inputs:
+            # Log-probabilities have a part in advantages only where the reward has a KL.
+            is_part = source in stated or source not in _TOKEN_COLUMNS
+            if source in job.inputs and is_part:
                 _check_origin(job, job.input(made), source, stated.get(source))
     for table, trained in (("policy_logprobs", "policy"), ("values", "critic")):
         if table not in job.inputs:

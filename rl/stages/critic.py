@@ -100,9 +100,13 @@ def _batch(job: Request) -> UpdateBatch:
     returns = join(rollouts.select(["sample_id"]), advantages, ["returns"])["returns"]
     filled, masks = [], []
     for found, mask in zip(returns, lists(rollouts, "completion_mask"), strict=True):
-        filled.append(found.values.to_numpy() if found.is_valid else np.zeros(len(mask)))
+        filled.append(
+            found.values.to_numpy() if found.is_valid else np.zeros(len(mask), np.float32)
+        )
         masks.append(mask & found.is_valid)
-    target = pa.table({"sample_id": rollouts["sample_id"], "returns": pa.array(filled)})
+    target = pa.table(
+        {"sample_id": rollouts["sample_id"], "returns": pa.array(filled, pa.list_(pa.float32()))}
+    )
     place = rollouts.schema.get_field_index("completion_mask")
     rollouts = rollouts.set_column(place, "completion_mask", pa.array(masks))
     tables = {"values": (values, "values"), "returns": (target, "returns")}

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from family_weights import LENGTHS, TOKENS, weights
+from family_weights import LENGTHS, PLACES, PROMPT, TOKENS, probe, weights
 
 SIZES = {
     "vocab_size": 32,
@@ -54,17 +54,33 @@ def config_of(family: str, **more):
 def numbers(family: str) -> dict:
     config = config_of(family)
     model = filled(transformers.AutoModelForCausalLM.from_config(config), family)
-    with torch.no_grad():
-        logits = model(torch.tensor([TOKENS])).logits[0].double()
+    logits = model(torch.tensor([TOKENS])).logits[0]
     labelled = config_of(family, num_labels=1)
     scorer = filled(transformers.AutoModelForSequenceClassification.from_config(labelled), family)
     values = json.loads(config.to_json_string(use_diff=False))
     return {
         "config": {k: v for k, v in sorted(values.items()) if v is not None},
         "architecture": type(scorer).__name__,
-        "logits": [[round(x, 6) for x in row] for row in logits[[0, 4, 12, 19]].tolist()],
+        "logits": [rounded(row) for row in logits[PLACES]],
+        "gradients": gradients(model, family, logits),
         "scores": scores(scorer),
     }
+
+
+def gradients(model, family: str, logits) -> dict[str, float]:
+    """Of the mean log-probability of what follows the prompt: each tensor's along its probe."""
+    targets = torch.tensor(TOKENS[PROMPT:])
+    logprobs = logits[PROMPT - 1 : -1].log_softmax(dim=1)
+    logprobs.gather(1, targets[:, None]).mean().backward()
+    found = {}
+    for name, parameter in model.named_parameters():
+        along = torch.from_numpy(probe(family, name, tuple(parameter.shape)))
+        found[name] = round(float((parameter.grad * along).sum()), 6)
+    return found
+
+
+def rounded(values) -> list[float]:
+    return [round(x, 6) for x in values.double().tolist()]
 
 
 def scores(model) -> list[float]:
@@ -74,7 +90,7 @@ def scores(model) -> list[float]:
     mask = [[1] * n + [0] * (max(LENGTHS) - n) for n in LENGTHS]
     with torch.no_grad():
         found = model(torch.tensor(rows), attention_mask=torch.tensor(mask)).logits[:, 0]
-    return [round(x, 6) for x in found.double().tolist()]
+    return rounded(found)
 
 
 def main(folder: str | None = None) -> None:

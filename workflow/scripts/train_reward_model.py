@@ -27,19 +27,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rl.artifacts import Publisher
 from rl.errors import MeshdialError
-from rl.learner import OptimizerConfig, UpdateBatch, init_optimizer, pack
+from rl.learner import OptimizerConfig, init_optimizer
 from rl.learner.batch import micro_batches
 from rl.learner.optimizer import apply_gradient
 from rl.models.families import write_model
 from rl.models.scoring import completion_values
 from rl.models.scratch import scratch_model
-from rl.models.shared_prefix import common_length
 from rl.models.sources import OpenedModel, open_model
 from rl.models.spec import LoraConfig, ModelSpec, Parameters
-from rl.models.tokenizer import Tokenizer
+from rl.models.tokenizer import Tokenizer, check_tokenizer
 from rl.models.transformer import init_lora, init_value_head, merge_lora
-from rl.rewards.model_scoring import sequence_tokens
+from rl.rewards.model_scoring import pack_sequences, sequence_tokens
 
 SIZES = {"layers": 4, "width": 128, "heads": 4, "kv_heads": 4, "ffn": 384, "max_positions": 32}
 ARCHITECTURE = {**SIZES, "tokenizer": "characters", "alphabet": "0123456789>\n"}
@@ -64,8 +64,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     synthetic = commands.add_parser("synthetic", help="write pairs for the task sort_digits")
     synthetic.add_argument("--out", type=Path, required=True, help="JSON lines to write")
-    synthetic.add_argument("--num-pairs", type=int, default=20000)
-    synthetic.add_argument("--num-digits", type=int, default=5)
+    synthetic.add_argument("--num-pairs", type=_positive(int), default=20000)
+    synthetic.add_argument("--num-digits", type=_positive(int), default=5)
     synthetic.add_argument("--seed", type=int, default=0)
     synthetic.set_defaults(run=write_synthetic)
     train = commands.add_parser("train", help="train a reward model on pairs")
@@ -77,12 +77,22 @@ def _parser() -> argparse.ArgumentParser:
         "0.8 M-parameter character model from scratch",
     )
     train.add_argument("--lora-rank", type=int, default=0, help="0 trains everything (default)")
-    train.add_argument("--updates", type=int, default=600)
-    train.add_argument("--batch-size", type=int, default=64, help="pairs of an update")
-    train.add_argument("--learning-rate", type=float, default=1e-3)
+    train.add_argument("--updates", type=_positive(int), default=600)
+    train.add_argument("--batch-size", type=_positive(int), default=64, help="pairs of an update")
+    train.add_argument("--learning-rate", type=_positive(float), default=1e-3)
     train.add_argument("--seed", type=int, default=0)
     train.set_defaults(run=train_model)
     return parser
+
+
+def _positive(kind: type):
+    def read(text: str):
+        value = kind(text)
+        if not 0 < value < float("inf"):
+            raise argparse.ArgumentTypeError(f"found {text}, expected a number above 0")
+        return value
+
+    return read
 
 
 # Synthetic preferences
@@ -103,8 +113,8 @@ def write_synthetic(options: argparse.Namespace) -> None:
         if faults(answer, answers[0]) < faults(answer, answers[-1]):
             pair = {"prompt": f"{digits}>", "chosen": answers[0], "rejected": answers[-1]}
             lines.append(json.dumps(pair) + "\n")
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text("".join(lines))
+    with Publisher().file(options.out) as draft:
+        draft.write_text("".join(lines), encoding="utf-8")
     print(f"{len(lines)} pairs in {options.out}")
 
 
@@ -141,6 +151,7 @@ def _spoiled(answer: str, digits: str, chance: random.Random) -> str:
 def train_model(options: argparse.Namespace) -> None:
     if options.out.exists():
         raise MeshdialError(f"{options.out} is there already; remove it or name another folder")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     base = _opened(options.base, options.seed)
     tokenizer = _tokenizer(base)
     training, heldout = _split(options, tokenizer, base.config.max_position_embeddings)
@@ -152,6 +163,8 @@ def train_model(options: argparse.Namespace) -> None:
         rows = chance.choice(len(training), options.batch_size, replace=False)
         pairs = _laid_out([training[row] for row in rows])
         loss, gradient = _gradient(spec, trainable, frozen, *pairs)
+        if not np.isfinite(loss):
+            raise MeshdialError(f"update {number}: the loss is {loss}; try a lower --learning-rate")
         trainable, state, _ = apply_gradient(optimizer, trainable, state, gradient)
         if number % 100 == 0:
             share = _accuracy(spec, trainable, frozen, heldout[:512], options.batch_size)
@@ -160,15 +173,16 @@ def train_model(options: argparse.Namespace) -> None:
     share = _accuracy(spec, trainable, frozen, heldout, options.batch_size)
     merged = merge_lora(spec, trainable, frozen) if spec.lora else {**frozen, **trainable}
     files, ids = base.tokenizer_files, {**base.token_ids, "pad_token_id": tokenizer.model_pad_id}
-    write_model(options.out, base.config, merged, files, "float32", ids, "value")
+    with Publisher().directory(options.out) as folder:
+        write_model(folder, base.config, merged, files, "float32", ids, "value")
     print(f"{options.out}: {share:.3f} of {len(heldout)} held-out pairs in the right order")
 
 
 def _split(options: argparse.Namespace, tokenizer: Tokenizer, limit: int):
     """(training, held out): the tokens of each pair, (chosen, rejected)."""
     training, heldout = [], []
-    for pair in _read_pairs(options.pairs):
-        tokens = _pair_tokens(tokenizer, pair, limit)
+    for where, pair in _read_pairs(options.pairs):
+        tokens = _pair_tokens(tokenizer, pair, limit, where)
         (heldout if _is_heldout(pair) else training).append(tokens)
     if len(training) < options.batch_size or not heldout:
         raise MeshdialError(
@@ -178,20 +192,33 @@ def _split(options: argparse.Namespace, tokenizer: Tokenizer, limit: int):
     return training, heldout
 
 
-def _read_pairs(path: Path) -> Iterator[dict]:
-    with path.open(encoding="utf-8") as file:
+def _read_pairs(path: Path) -> Iterator[tuple[str, dict]]:
+    """(where it is, the pair) of each row."""
+    with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
+            where = f"{path}, row {number}"
             try:
                 pair = json.loads(line)
             except ValueError:
-                raise MeshdialError(f"{path}, row {number}: not JSON") from None
-            for key, kinds in (("prompt", (str, list)), ("chosen", str), ("rejected", str)):
-                found = pair.get(key) if isinstance(pair, dict) else pair
-                if not isinstance(found, kinds):
-                    raise MeshdialError(
-                        f"{path}, row {number}, {key}: expected text, found {found!r:.40}"
-                    )
-            yield pair
+                raise MeshdialError(f"{where}: not JSON") from None
+            if not isinstance(pair, dict):
+                raise MeshdialError(f"{where}: found {pair!r:.40}, expected a JSON object")
+            for key in ("prompt", "chosen", "rejected"):
+                _check_text(where, key, pair.get(key))
+            yield where, pair
+
+
+def _check_text(where: str, key: str, found: object) -> None:
+    is_chat = isinstance(found, list) and found and all(map(_is_message, found))
+    if not (isinstance(found, str) or (key == "prompt" and is_chat)):
+        wanted = "text or messages {role, content}" if key == "prompt" else "text"
+        raise MeshdialError(f"{where}, {key}: found {found!r:.40}, expected {wanted}")
+
+
+def _is_message(found: object) -> bool:
+    return isinstance(found, dict) and all(
+        isinstance(found.get(key), str) for key in ("role", "content")
+    )
 
 
 def _is_heldout(pair: dict) -> bool:
@@ -208,24 +235,35 @@ def _opened(source: str | None, seed: int) -> OpenedModel:
 
 def _tokenizer(base: OpenedModel) -> Tokenizer:
     """With a padding token, which transformers wants of a classifier: it goes to config.json."""
+    check_tokenizer(base.tokenizer_files, base.config.vocab_size, base.name)
     with tempfile.TemporaryDirectory() as folder:
         for name, content in base.tokenizer_files.items():
             Path(folder, name).write_bytes(content)
         tokenizer = Tokenizer.load(Path(folder))
     named = base.token_ids.get("pad_token_id")
-    return replace(tokenizer, model_pad_id=tokenizer.pad_id if named is None else named)
-
-
-def _pair_tokens(tokenizer: Tokenizer, pair: dict, limit: int) -> tuple[list[int], list[int]]:
-    both = tuple(
-        sequence_tokens(tokenizer, pair["prompt"], pair[key]) for key in ("chosen", "rejected")
+    return replace(
+        tokenizer, folder=base.name, model_pad_id=tokenizer.pad_id if named is None else named
     )
-    longest = max(map(len, both))
-    if longest > limit:
-        raise MeshdialError(
-            f"a pair has {longest} tokens, and the model reads {limit}: {pair!r:.80}"
-        )
-    return both
+
+
+def _pair_tokens(
+    tokenizer: Tokenizer, pair: dict, limit: int, where: str
+) -> tuple[list[int], list[int]]:
+    both = []
+    for key in ("chosen", "rejected"):
+        try:
+            tokens = sequence_tokens(tokenizer, pair["prompt"], pair[key])
+        except MeshdialError as error:
+            raise MeshdialError(f"{where}, {key}: {error}") from error
+        if not 1 <= len(tokens) <= limit:
+            raise MeshdialError(
+                f"{where}, {key}: with the prompt {len(tokens)} tokens, expected 1 to {limit}, "
+                "which the model reads"
+            )
+        both.append(tokens)
+    if both[0] == both[1]:
+        raise MeshdialError(f"{where}: chosen and rejected are the same, expected two completions")
+    return both[0], both[1]
 
 
 def _model(base: OpenedModel, rank: int, seed: int) -> tuple[ModelSpec, Parameters, Parameters]:
@@ -260,30 +298,14 @@ def _optimizer(learning_rate: float, updates: int) -> OptimizerConfig:
 def _laid_out(pairs: Sequence[tuple[list[int], list[int]]]):
     """(packed sequences, +1 at the end of each chosen one and -1 of each rejected, the pair that
     each row belongs to)."""
-    batch = _batch(pairs)
+    numbers = [number for number in range(len(pairs)) for _ in range(2)]
+    signs = [1.0, -1.0] * len(pairs)
+    batch, keys = pack_sequences([tokens for pair in pairs for tokens in pair], numbers, signs)
     is_token = np.ones(batch.completion_tokens_PGT.shape, np.float32)
     shape, parts = batch.divide(np.ones(batch.group_shape, bool), WHOLE)
     rows = next(micro_batches(batch, is_token, shape, parts))
-    return rows.packed, rows.advantages_PBT, parts[0].prompt_P
-
-
-def _batch(pairs: Sequence[tuple[list[int], list[int]]]) -> UpdateBatch:
-    shared = [max(common_length(pair), 1) for pair in pairs]
-    tails, signs = [], []
-    for pair, start in zip(pairs, shared, strict=True):
-        for tokens, sign in zip(pair, (1.0, -1.0), strict=True):
-            # The value in a place is that of the state before its target, here the last token's.
-            tails.append([*tokens[start:], 0])
-            signs.append([0.0] * (len(tails[-1]) - 1) + [sign])
-    return pack(
-        group_ids=[number for number in range(len(pairs)) for _ in range(2)],
-        prompt_tokens=[
-            pair[0][:start] for pair, start in zip(pairs, shared, strict=True) for _ in pair
-        ],
-        completion_tokens=tails,
-        advantages=signs,
-        temperature=1.0,
-    )
+    pair_of_group = np.array([number for number, _ in dict.fromkeys(keys)])
+    return rows.packed, rows.advantages_PBT, pair_of_group[parts[0].prompt_P]
 
 
 def _margins(spec, trainable, frozen, packed, signs_PBT, pair_P):
