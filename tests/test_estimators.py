@@ -87,6 +87,14 @@ def test_a_reward_of_zero_counts():
     np.testing.assert_allclose(found.returns[0], [0.0])
 
 
+def test_a_fraction_of_a_reward_stays_one():
+    parts = [0.75, -0.25], [[True], [True]]
+    found = estimate(config("gae", whiten=False), sequences(*parts, values=[[0.5], [0.5]]))
+    np.testing.assert_allclose(found.advantages, [[0.25], [-0.75]])
+    found = estimate(config("global_zscore"), sequences([0.75, 0.25, 0.5], [[True]] * 3))
+    np.testing.assert_allclose(found.advantages, [[1.5**0.5], [-(1.5**0.5)], [0.0]], atol=1e-6)
+
+
 def test_global_zscore_is_the_whitened_reward_to_go():
     found = estimate(
         config("global_zscore", gamma=1.0),

@@ -20,7 +20,7 @@ from rl.learner import pack, score_batch
 from rl.models.config_file import read_model_config, write_model_config
 from rl.models.families import hf_name, is_transposed, read_model, write_model
 from rl.models.packed import Packed
-from rl.models.scoring import completion_hidden, completion_logprobs
+from rl.models.scoring import completion_hidden, completion_logprobs, completion_values
 from rl.models.spec import LoraConfig, ModelSpec
 from rl.models.transformer import init_lora, network, parameter_shapes
 from rl.rollout.sampler import EngineConfig, generate
@@ -106,6 +106,16 @@ def test_scores_of_a_classifier_are_those_of_transformers(tmp_path, family):
     )
     values = score_batch(spec, {}, parameters, batch, 500)[:, 0, 0]
     np.testing.assert_allclose(values, NUMBERS[family]["scores"], rtol=2e-4, atol=2e-4)
+
+
+def test_values_of_a_bfloat16_network_are_float32(tmp_path):
+    float32, parameters = loaded(folder_of(tmp_path / "m", "gemma2", "value"), "value")
+    spec = ModelSpec(float32.config, dtype="bfloat16", head="value")
+    parameters = {name: value.astype("bfloat16") for name, value in parameters.items()}
+    hidden_TD = np.asarray(completion_hidden(spec, {}, parameters, packed())[0, 0], np.float64)
+    expected = hidden_TD @ np.asarray(parameters["score.kernel"], np.float64)[:, 0]
+    values_PBT = completion_values(spec, {}, parameters, packed())
+    np.testing.assert_allclose(values_PBT[0, 0], expected, rtol=1e-5, atol=1e-5)
 
 
 @families

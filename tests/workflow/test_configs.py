@@ -19,6 +19,10 @@ def snakemake(*arguments, cwd=ROOT):
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_a_config_of_the_repository_plans(config, tmp_path):
+    # What a script makes before the workflow starts.
+    (tmp_path / "results" / "reward_models" / "sort_digits").mkdir(parents=True)
+    # What a script makes before the workflow starts.
+    (tmp_path / "results" / "reward_models" / "sort_digits").mkdir(parents=True)
     done = snakemake("--dry-run", "--configfile", str(config), "--directory", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "report_run" in done.stdout + done.stderr

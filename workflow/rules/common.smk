@@ -38,7 +38,14 @@ enter_workflow(is_remote=workflow.remote_exec)
 
 
 def check_files(run):
-    """Before anything runs: the user's prompt tables and reward modules are there."""
+    """Before anything runs: the user's prompt tables, models and reward modules are there."""
+    sources = {f"reward.models.{n}": m for n, m in enumerate(run["reward"]["models"])}
+    sources |= {"critic": run["critic"]} if uses_critic(run) else {}
+    for key, block in sources.items():
+        if block["source"] and not Path(block["source"]).expanduser().is_dir():
+            raise MeshdialError(
+                f"run {run['run']}: {key}.source is {block['source']!r}, and there is no such folder"
+            )
     for path in task_files(run["task"]):
         if not Path(path).is_file():
             raise MeshdialError(f"run {run['run']}: task file {path} is missing")
