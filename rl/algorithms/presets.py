@@ -65,7 +65,7 @@ PRESETS: dict[str, Preset] = {
         "Zheng et al. 2025, Group Sequence Policy Optimization, arXiv:2507.18071",
         *(_ZSCORE, "sequence", ("ppo", 3e-4, 4e-4), _BY_SEQUENCE, _NO_KL),
     ),
-    # The paper states no bounds but that there is none below; 5 is that of arXiv:2510.13786.
+    # The paper says only that there is no bound below; 5 is what TRL takes from arXiv:2510.13786.
     "cispo": _preset(
         "MiniMax 2025, MiniMax-M1, arXiv:2506.13585",
         *(_ZSCORE, "token", ("cispo", None, 4.0), "token-mean", _NO_KL),

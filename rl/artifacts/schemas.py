@@ -47,7 +47,7 @@ SCHEMAS: dict[str, pa.Schema] = {
     "rollouts": _schema(*_ROLLOUT_COLUMNS, nullable=("sampling_logprobs",)),
     "model_scores": _schema(
         ("sample_id", pa.string()),
-        ("failure", pa.string()),  # why a model has no score
+        ("failure", pa.string()),  # JSON: {model: why it has no score}
         nullable=("failure",),
     ),
     "rewards": _schema(

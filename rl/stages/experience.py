@@ -1,5 +1,6 @@
 """Experience of one iteration: prompts, rollouts and their rewards."""
 
+import json
 from collections.abc import Mapping
 
 import pyarrow as pa
@@ -130,12 +131,12 @@ def _model_scores(job: Request, rollouts: pa.Table) -> dict:
     table = read_table(job.input("model_scores"), "model_scores")
     columns = {model["name"]: COMPONENT_PREFIX + model["name"] for model in models}
     table = join(rollouts.select(["sample_id"]), table, ["failure", *columns.values()])
-    failures = table["failure"].to_pylist()
+    failures = [json.loads(text) if text else {} for text in table["failure"].to_pylist()]
     return {
         "models": models,
         "model_scores": {
             name: [
-                Score(value, None if value is not None else failure)
+                Score(value, failure.get(name))
                 for value, failure in zip(table[column].to_pylist(), failures, strict=True)
             ]
             for name, column in columns.items()

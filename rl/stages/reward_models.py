@@ -1,5 +1,7 @@
 """Reward models: what each says of the rollouts."""
 
+import json
+
 from rl.artifacts import COMPONENT_PREFIX, Publisher, make_table, read_table, write_table
 from rl.context import Context
 from rl.memory import memory_of
@@ -16,7 +18,7 @@ def score_with_models(job: Request, context: Context) -> str:
     """
     rollouts = read_table(job.input("rollouts"), "rollouts")
     prompts = read_table(job.input("prompts"), "prompts")
-    columns, failures = {}, [[] for _ in range(rollouts.num_rows)]
+    columns, failures = {}, [{} for _ in range(rollouts.num_rows)]
     for name in job.config["names"]:
         folder = job.input(f"model.{name}")
         model = load_base(memory_of(context), folder)
@@ -29,10 +31,10 @@ def score_with_models(job: Request, context: Context) -> str:
         columns[COMPONENT_PREFIX + name] = [score.value for score in scores]
         for reasons, score in zip(failures, scores, strict=True):
             if score.value is None:
-                reasons.append(score.failure)
+                reasons[name] = score.failure
     columns |= {
         "sample_id": rollouts["sample_id"].to_pylist(),
-        "failure": ["; ".join(reasons) or None for reasons in failures],
+        "failure": [json.dumps(reasons) if reasons else None for reasons in failures],
     }
     table = make_table("model_scores", columns)
     publisher = Publisher(context.check_alive)
