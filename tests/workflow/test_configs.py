@@ -21,8 +21,6 @@ def snakemake(*arguments, cwd=ROOT):
 def test_a_config_of_the_repository_plans(config, tmp_path):
     # What a script makes before the workflow starts.
     (tmp_path / "results" / "reward_models" / "sort_digits").mkdir(parents=True)
-    # What a script makes before the workflow starts.
-    (tmp_path / "results" / "reward_models" / "sort_digits").mkdir(parents=True)
     done = snakemake("--dry-run", "--configfile", str(config), "--directory", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "report_run" in done.stdout + done.stderr
@@ -45,7 +43,7 @@ def test_the_default_config_is_addition(tmp_path):
     ("change", "words"),
     [
         ({"iteratons": 3}, "unknown key iteratons; did you mean iterations?"),
-        ({"rollout": {"group_size": 1}}, "rollout.group_size is 1, expected at least 2"),
+        ({"rollout": {"group_size": 1}}, "rollout.group_size is 1; take 2 or more"),
         ({"learner": {"updates_per_batch": 3}}, "learner.updates_per_batch = 3 does not divide"),
         (
             {"cluster": {"meshes": {"all": {"devices": 4, "axes": {"fsdp": 2}}}}},
