@@ -47,21 +47,15 @@ def kl_values(
 ) -> np.ndarray:
     """The estimators' values alone, float64 on the host: for a penalty inside the reward."""
     policy, reference = (np.asarray(x, np.float64) for x in (policy_logprobs, reference_logprobs))
-    log_ratio = policy - reference
+    return _value(policy - reference, estimator, np)
+
+
+def _value(log_ratio, estimator, numpy=jnp):
+    """With JAX's or plain NumPy's functions."""
     if estimator == "k1":
         return log_ratio
     if estimator == "k2":
         return 0.5 * log_ratio**2
     if estimator == "k3":
-        return np.expm1(np.minimum(-log_ratio, LOG_RATIO_BOUND)) + log_ratio
-    raise ValueError(f"unknown KL estimator {estimator!r}: expected k1, k2 or k3")
-
-
-def _value(log_ratio, estimator):
-    if estimator == "k1":
-        return log_ratio
-    if estimator == "k2":
-        return 0.5 * log_ratio**2
-    if estimator == "k3":
-        return jnp.expm1(jnp.minimum(-log_ratio, LOG_RATIO_BOUND)) + log_ratio
+        return numpy.expm1(numpy.minimum(-log_ratio, LOG_RATIO_BOUND)) + log_ratio
     raise ValueError(f"unknown KL estimator {estimator!r}: expected k1, k2 or k3")

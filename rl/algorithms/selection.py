@@ -12,13 +12,15 @@ from rl.errors import MeshdialError
 class Selection:
     """`is_used_N`: the sample's group is taken. `is_silenced_N`: it is taken to fill the batch up,
     and its advantages are to be 0. Groups are counted: those that qualify (`num_eligible`), those
-    that fill up, and those that are left out."""
+    that fill up, and those that are left out. `is_degenerate_N`: the raw rewards of the sample's
+    group do not differ."""
 
     is_used_N: np.ndarray
     is_silenced_N: np.ndarray
     num_eligible: int
     num_filled: int
     num_left_out: int
+    is_degenerate_N: np.ndarray
 
 
 def select_groups(
@@ -68,4 +70,5 @@ def select_groups(
         num_eligible=len(eligible),
         num_filled=len(filling),
         num_left_out=len(order) - num_wanted,
+        is_degenerate_N=is_degenerate_N,
     )

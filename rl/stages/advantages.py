@@ -3,7 +3,6 @@
 import numpy as np
 import pyarrow as pa
 
-from rl.algorithms.advantages import group_advantages
 from rl.algorithms.estimators import AdvantageConfig, Estimates, Sequences, estimate
 from rl.algorithms.kl import kl_values
 from rl.algorithms.selection import Selection, select_groups
@@ -37,14 +36,13 @@ def estimate_advantages(job: Request, context: Context) -> str:
             values=_values(job, rollouts, rows),
         ),
     )
-    _, is_degenerate = group_advantages(raw, group_ids, is_counted)
     columns = {
         "sample_id": samples["sample_id"].to_pylist(),
         "group_id": samples["group_id"].to_pylist(),
         "reward": _or_null(raw, is_counted),
         "shaped_reward": _or_null(shaped, is_counted),
         **_per_token(estimates, rows, selection, masks),
-        "is_degenerate": is_degenerate,
+        "is_degenerate": selection.is_degenerate_N,
         "is_used": selection.is_used_N,
     }
     write_table(
@@ -54,7 +52,7 @@ def estimate_advantages(job: Request, context: Context) -> str:
         make_table("advantages", columns),
         job.provenance(),
     )
-    return _told(group_ids, is_degenerate, selection)
+    return _told(group_ids, selection)
 
 
 def _counted(samples: pa.Table, failure_value: float | None) -> tuple[np.ndarray, np.ndarray]:
@@ -149,8 +147,9 @@ def _or_null(values, is_counted) -> list[float | None]:
     return [float(v) if counts else None for v, counts in zip(values, is_counted, strict=True)]
 
 
-def _told(group_ids, is_degenerate, selection: Selection) -> str:
-    num_groups, without = (len(set(ids)) for ids in (group_ids, group_ids[is_degenerate]))
+def _told(group_ids, selection: Selection) -> str:
+    without_spread = group_ids[selection.is_degenerate_N]
+    num_groups, without = (len(set(ids)) for ids in (group_ids, without_spread))
     told = f"{num_groups - without} of {num_groups} groups with spread"
     if selection.num_left_out:
         told += f", {selection.num_left_out} left out"
